@@ -1,0 +1,1 @@
+//! Who says when: the plan, the messages, one file per actor, the recorder.

@@ -1,0 +1,171 @@
+//! From partial norms to the step's verdict: what one rank sends (a record), what all ranks compute from all records (the
+//! scalars that Adam reads), and what the host is told (the report).
+//!
+//! Every rank computes the same bits from the same records: partials are f64, combined in plan order, then rank order
+//! (rule S1). Formulas: SPEC rows T2, T2a, T3, T5, T6.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+/// What only the host of a rank knows when it calls `step`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct HostVerdict {
+    /// Why this rank spoils the step, if it does.
+    pub spoiled: Option<Spoiled>,
+    /// This rank's weight (token count) for weighted averaging.
+    pub weight: f64,
+    /// This rank was asked to stop.
+    pub stop: bool,
+}
+
+/// Why a rank spoils a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Spoiled {
+    /// A gradient guard of this parameter was dropped without `complete`.
+    Abandoned {
+        /// The parameter's number in the plan.
+        param: u32,
+    },
+    /// This trainable parameter got no gradient and the configuration calls that an error.
+    Unused {
+        /// The parameter's number in the plan.
+        param: u32,
+    },
+}
+
+/// What one rank sends in the small all-gather: [`RankRecord::BYTES`] bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct RankRecord {
+    /// Sum of squares of the reduced gradients as they came off the wire: neither averaged nor unscaled nor clipped.
+    pub sum_squares: f64,
+    /// Largest absolute value, for the inf norm.
+    pub max_abs: f64,
+    /// Number of zero elements.
+    pub zeros: u64,
+    /// First parameter with a non-finite gradient.
+    pub nonfinite: Option<u32>,
+    /// The host's part.
+    pub host: HostVerdict,
+}
+
+/// Averaging of the gradients over ranks (SPEC T2).
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum Average {
+    /// Divide by the number of ranks.
+    Ranks(usize),
+    /// Divide by the sum of the ranks' weights.
+    Weight,
+}
+
+/// What to do about non-finite gradients where there is no loss scaler (SPEC T6).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnNonFinite {
+    /// Skip the step.
+    Skip,
+    /// Skip the step and return an error that names rank and parameter.
+    Error,
+}
+
+/// Averaging, clipping and policies of one step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct VerdictRule {
+    /// How gradients are averaged.
+    pub average: Average,
+    /// Largest gradient norm; 0 turns clipping off.
+    pub max_norm: f64,
+    /// What to do about non-finite gradients.
+    pub on_nonfinite: OnNonFinite,
+}
+
+/// The loss scaler (SPEC T5, T6).
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub enum ScalerRule {
+    /// No loss scale.
+    None,
+    /// The scale never moves.
+    Constant {
+        /// The scale.
+        scale: f32,
+    },
+    /// The scale grows while gradients stay finite and backs off when they do not.
+    Dynamic {
+        /// The first scale.
+        initial: f32,
+        /// The smallest scale.
+        min: f32,
+        /// Factor on growth.
+        growth: f32,
+        /// Factor on back-off.
+        backoff: f32,
+        /// Good steps before growth.
+        interval: u32,
+        /// Bad steps before back-off; refilled by growth only.
+        hysteresis: i32,
+    },
+}
+
+/// The scalars of a step on the device: [`Scalars::BYTES`] bytes, read by Adam, updated by the verdict.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scalars {
+    /// Multiply every gradient by this: average, unscale and clip in one, formed in f64 and rounded once.
+    pub factor: f32,
+    /// Adam does nothing.
+    pub skip: bool,
+    /// The loss scale of the *next* step.
+    pub scale: f32,
+    /// Good steps since the last growth or bad step.
+    pub growth_counter: u32,
+    /// Bad steps left before back-off.
+    pub hysteresis: i32,
+}
+
+/// What the host is told of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StepReport {
+    /// Parameters were updated.
+    pub updated: bool,
+    /// Norm of the averaged, unscaled, unclipped gradients; `None` if skipped.
+    pub grad_norm: Option<f64>,
+    /// Number of zero gradient elements; `None` if skipped.
+    pub zeros: Option<u64>,
+    /// The loss scale this step's gradients carried.
+    pub loss_scale: f32,
+    /// The loss scale of the next step.
+    pub next_loss_scale: f32,
+    /// First rank and parameter with a non-finite gradient.
+    pub nonfinite: Option<(usize, u32)>,
+    /// First rank that spoiled the step, and why.
+    pub spoiled: Option<(usize, Spoiled)>,
+    /// Non-finite gradients are an error by policy.
+    pub nonfinite_is_error: bool,
+    /// Weighted averaging was asked for and all ranks gave weight 0.
+    pub no_weight: bool,
+    /// Some rank was asked to stop.
+    pub stop: bool,
+}
+
+/// The slot in which a device leaves the [`StepReport`] before it ends the event behind the verdict.
+#[derive(Clone, Debug, Default)]
+pub struct Report(Arc<Mutex<Option<StepReport>>>);
+
+impl Report {
+    /// An empty slot.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Leaves the report.
+    pub fn put(&self, report: StepReport) {
+        *self.0.lock() = Some(report);
+    }
+
+    /// The report, once the device has left it.
+    pub fn get(&self) -> Option<StepReport> {
+        self.0.lock().clone()
+    }
+}

@@ -1,0 +1,2 @@
+//! The command line of gatherflow.
+fn main() {}
