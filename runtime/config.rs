@@ -7,6 +7,7 @@
 mod builder;
 mod check;
 mod keys;
+mod link;
 mod parse;
 
 use std::collections::BTreeSet;
@@ -15,6 +16,7 @@ use std::time::Duration;
 
 use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
 pub use keys::{KEYS, Key, table};
+pub use link::parse_link;
 
 /// How far gathers may run ahead of what the executor has demanded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -196,7 +198,9 @@ pub enum ConfigError {
         param: String,
     },
     /// The job is of another size than the configuration says.
-    #[error("configuration key `ranks` = {configured}, but {started} ranks were started: make them equal or leave the key out")]
+    #[error(
+        "configuration key `ranks` = {configured}, but {started} ranks were started: make them equal or leave the key out"
+    )]
     Ranks {
         /// What the key says.
         configured: usize,

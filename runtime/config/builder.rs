@@ -115,6 +115,11 @@ impl Config {
         self.start_up_deadline(limit).collective_deadline(limit).silence_deadline(limit)
     }
 
+    /// The number of ranks that the `ranks` key asks for.
+    pub fn configured_ranks(&self) -> Option<usize> {
+        self.ranks
+    }
+
     /// The overlap mode.
     pub fn overlap_mode(&self) -> Overlap {
         self.overlap

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use toml::Value;
 
+use super::link::parse_link;
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, OnNonFinite, Overlap, StartParams, parse_link};
+use crate::actors::{Average, OnNonFinite, Overlap, StartParams};
 
 /// One configuration key.
 #[derive(Clone, Copy, Debug)]

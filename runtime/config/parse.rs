@@ -13,8 +13,9 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] names the key that is unknown or whose value does not fit, and keys that exclude each other.
     pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
-        let table: Table =
-            text.parse().map_err(|e: toml::de::Error| ConfigError::Syntax { reason: e.to_string().trim_end().to_owned() })?;
+        let table: Table = text
+            .parse()
+            .map_err(|e: toml::de::Error| ConfigError::Syntax { reason: e.to_string().trim_end().to_owned() })?;
         let mut config = Self::default();
         for (name, value) in &table {
             config.insert(name, value)?;
