@@ -13,6 +13,8 @@
 //! | `order` | places, gather order, what each unit needs | L9, O1, C1 |
 //! | `owned` | a rank's pieces in four coordinates | L6, L7, T2a |
 //! | `memory` | allocations and their cells | |
+//! | `summary` | what ranks compare at start-up | O2 |
+//! | `describe` | what `gatherflow plan` prints | K1 |
 //!
 //! Invariants: a parameter is in exactly one bucket or frozen; the shards of all ranks tile every bucket (L8); the reduce
 //! order is the exact reverse of the gather order (O1). It fails only in [`Plan::new`], with a [`PlanError`] that names
@@ -21,6 +23,7 @@
 
 mod check;
 mod cost;
+mod describe;
 mod error;
 mod ids;
 mod input;
@@ -29,6 +32,7 @@ mod memory;
 mod order;
 mod owned;
 mod range;
+mod summary;
 
 use std::collections::HashSet;
 
@@ -42,6 +46,7 @@ pub use memory::{Allocation, Memory, Purpose, RECORD_BYTES, SCALARS_BYTES};
 pub use order::UnitPlan;
 pub use owned::OwnedPiece;
 pub use range::Range;
+pub use summary::Summary;
 
 /// A parameter and where it lives.
 #[derive(Clone, Debug, PartialEq, Eq)]
