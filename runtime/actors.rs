@@ -8,13 +8,13 @@ pub use gatherflow_kernels::verdict::{
     Average, HostVerdict, OnNonFinite, ScalerRule, Spoiled, StepReport, VerdictRule,
 };
 pub use gatherflow_kernels::{
-    Access, AccessMode, BufRange, Cause, DType, Device, DeviceError, Element, Event, FailureKind, Lease, Link,
+    Access, AccessMode, BufRange, Cause, DType, Device, DeviceError, Element, Event, Failure, FailureKind, Lease, LeaseError, Link,
     OpenOptions, StreamId,
 };
 pub use stub::*;
 
 mod stub {
-    #![allow(unused, missing_docs, missing_debug_implementations, clippy::all, clippy::pedantic)]
+    #![allow(unused, unreachable_pub, missing_docs, missing_debug_implementations, clippy::all, clippy::pedantic)]
     use super::*;
     use std::sync::Arc;
     use std::task::{Poll, Waker};
@@ -165,10 +165,10 @@ mod stub {
         pub fn step(&self, request: StepRequest) -> Result<u64, Cause> {
             unimplemented!()
         }
-        pub fn outcome(&self, step: u64) -> Result<StepOutcome, Cause> {
+        pub fn outcome(&self, step: u64) -> Result<Arc<StepOutcome>, Cause> {
             unimplemented!()
         }
-        pub fn poll_outcome(&self, step: u64, waker: &Waker) -> Poll<Result<StepOutcome, Cause>> {
+        pub fn poll_outcome(&self, step: u64, waker: &Waker) -> Poll<Result<Arc<StepOutcome>, Cause>> {
             unimplemented!()
         }
         pub fn failed(&self) -> Option<Cause> {

@@ -7,7 +7,6 @@
 mod builder;
 mod check;
 mod keys;
-mod link;
 mod parse;
 
 use std::collections::BTreeSet;
@@ -16,7 +15,6 @@ use std::time::Duration;
 
 use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
 pub use keys::{KEYS, Key, table};
-pub use link::parse_link;
 
 /// How far gathers may run ahead of what the executor has demanded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -361,6 +361,10 @@ impl Model {
         &self.params
     }
 
+    pub(crate) fn chunk_count(&self) -> usize {
+        self.chunks as usize
+    }
+
     /// A parameter by name.
     pub fn find(&self, name: &str) -> Option<ParamId> {
         self.by_name.get(name).copied()

@@ -151,8 +151,13 @@ impl Shared {
     pub(crate) fn lease_param<T: Element>(&self, param: ParamId) -> Result<Lease, Error> {
         let info = self.param(param)?;
         self.check_dtype::<T>(info, "parameter", info.dtype)?;
+        self.lease_bytes(param)
+    }
+
+    /// A read lease of a parameter that is ready, of any dtype.
+    pub(crate) fn lease_bytes(&self, param: ParamId) -> Result<Lease, Error> {
         let access = Access { range: self.param_ranges[param.index()], mode: AccessMode::Read };
-        self.lease(info, access)
+        self.lease(self.param(param)?, access)
     }
 
     /// Begins a write of a gradient: waits until its memory is free, leases it, prepares it.

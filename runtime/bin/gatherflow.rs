@@ -139,7 +139,7 @@ fn plan(args: &PlanArgs) -> Result<String, String> {
         (None, None) => return Err("no model: give a model description or --gpt LAYERS,WIDTH,VOCAB".into()),
     };
     let plan = model.plan(config.configured_ranks().unwrap_or(2), &config).map_err(|e| e.to_string())?;
-    Ok(if args.json { format!("{}\n", json(&plan)) } else { String::new() })
+    Ok(if args.json { format!("{}\n", json(&plan)) } else { plan.describe() })
 }
 
 fn json(plan: &Plan) -> serde_json::Value {

@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use toml::Value;
 
-use super::link::parse_link;
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
 
 /// One configuration key.
 #[derive(Clone, Copy, Debug)]
@@ -56,7 +55,7 @@ pub const KEYS: &[Key] = &[
         values: "bandwidth and latency such as \"1gbit,200us\"",
         default: "no emulated link",
         help: "every rank's collectives share a link of this speed; not with one rank, not on the null device",
-        set: |c, v| Some(c.emulate = Some(parse_link(v.as_str()?).ok()?)),
+        set: |c, v| Some(c.emulate = Some(Link::parse(v.as_str()?).ok()?)),
     },
     Key {
         name: "overlap",
