@@ -1,15 +1,15 @@
 //! What this crate takes from the crates below, in one list.
 
 pub use gatherflow_actors::plan::{
-    Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Purpose, ShardGroup,
-    UnitId, UnitSpec,
+    Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId,
+    UnitSpec,
 };
 pub use gatherflow_kernels::verdict::{
     Average, HostVerdict, OnNonFinite, ScalerRule, Spoiled, StepReport, VerdictRule,
 };
 pub use gatherflow_kernels::{
-    Access, AccessMode, BufRange, Cause, DType, Device, DeviceError, Element, Event, Failure, FailureKind, Lease, LeaseError, Link,
-    OpenOptions, StreamId,
+    Access, AccessMode, BufRange, Cause, DType, Device, DeviceError, Element, Event, Failure, FailureKind, Lease,
+    LeaseError, Link, OpenOptions, StreamId,
 };
 pub use stub::*;
 

@@ -12,8 +12,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
 use crate::actors::{Average, Element};
+use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
 use crate::config::{Config, ScalerKind, Unused};
 use crate::error::Error;
 use crate::guard::Read;
@@ -187,7 +187,8 @@ impl Engine {
         {
             gradients.spoil(Spoiled::Unused { param: param.0 });
         }
-        let host = HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop: std::mem::take(&mut self.stop) };
+        let host =
+            HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop: std::mem::take(&mut self.stop) };
         gradients.reset();
         let step = self.shared.session.step(StepRequest {
             lrs,

@@ -17,7 +17,8 @@ mod report;
 mod shared;
 
 pub use actors::{
-    Average, BucketId, Counters, DType, Element, Link, OnNonFinite, Overlap, ParamId, Plan, PlanError, StartParams, StepTimes, UnitId,
+    Average, BucketId, Counters, DType, Element, Link, OnNonFinite, Overlap, ParamId, Plan, PlanError, StartParams,
+    StepTimes, UnitId,
 };
 pub use config::{Config, ConfigError, Credits, KEYS, Key, ScalerKind, Unused, table};
 pub use engine::{Engine, ParamMut, Ready};

@@ -65,10 +65,7 @@ impl Future for StepHandle {
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let Some(shared) = self.shared.upgrade() else { return Poll::Ready(Err(Error::closed())) };
-        shared
-            .session
-            .poll_outcome(self.step, context.waker())
-            .map(|outcome| judge(&shared, self.step, &*outcome?))
+        shared.session.poll_outcome(self.step, context.waker()).map(|outcome| judge(&shared, self.step, &*outcome?))
     }
 }
 

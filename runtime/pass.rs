@@ -215,7 +215,9 @@ fn check_member(shared: &Shared, unit: UnitId, param: ParamId) -> Result<(), Err
         return Ok(());
     }
     let unit = &shared.model.units[unit.index()].name;
-    Err(Error::misuse(format!("unit `{unit}` was not registered with it: add it with use_param, or read it through the pass"))
-        .on_rank(shared.rank)
-        .of_parameter(&*info.name))
+    Err(Error::misuse(format!(
+        "unit `{unit}` was not registered with it: add it with use_param, or read it through the pass"
+    ))
+    .on_rank(shared.rank)
+    .of_parameter(&*info.name))
 }

@@ -86,7 +86,9 @@ impl std::fmt::Display for Report {
             reduce_hidden.clamp(0.0, 1.0) * 100.0,
         )?;
         match self.slowest {
-            Some((bucket, ms)) => write!(f, "; {bucket} was waited for longest: {:.2} ms a step", ms / self.steps as f64),
+            Some((bucket, ms)) => {
+                write!(f, "; {bucket} was waited for longest: {:.2} ms a step", ms / self.steps as f64)
+            }
             None => f.write_str("; no bucket was waited for"),
         }
     }

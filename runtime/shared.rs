@@ -83,7 +83,9 @@ impl Shared {
     #[cold]
     fn wrong_unit(&self, chunk: ChunkId, unit: UnitId, info: Option<&UnitInfo>) -> Error {
         Error::misuse(match info {
-            Some(info) => format!("unit `{}` is in chunk {}, but this pass is of chunk {}", info.name, info.chunk.0, chunk.0),
+            Some(info) => {
+                format!("unit `{}` is in chunk {}, but this pass is of chunk {}", info.name, info.chunk.0, chunk.0)
+            }
             None => format!("there is no unit {}: use the ids that registration returned", unit.0),
         })
         .on_rank(self.rank)
@@ -178,11 +180,18 @@ impl Shared {
             .on_rank(self.rank)
             .of_parameter(name())
         })?;
-        let lease = self.prepare::<T>(info, range, first, zeroed).inspect_err(|_| self.gradients.cancel(param, first))?;
+        let lease =
+            self.prepare::<T>(info, range, first, zeroed).inspect_err(|_| self.gradients.cancel(param, first))?;
         Ok((lease, if first && !zeroed { WriteMode::Overwrite } else { WriteMode::Accumulate }))
     }
 
-    fn prepare<T: Element>(&self, info: &ParamInfo, range: BufRange, first: bool, zeroed: bool) -> Result<Lease, Error> {
+    fn prepare<T: Element>(
+        &self,
+        info: &ParamInfo,
+        range: BufRange,
+        first: bool,
+        zeroed: bool,
+    ) -> Result<Lease, Error> {
         if first {
             self.session.gradient_free(info.id)?;
         }

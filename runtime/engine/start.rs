@@ -6,7 +6,9 @@ use std::sync::Arc;
 use half::{bf16, f16};
 
 use super::Engine;
-use crate::actors::{self, Average, Cause, DType, Failure, FailureKind, Lease, LeaseError, OpenOptions, Overlap, Session};
+use crate::actors::{
+    self, Average, Cause, DType, Failure, FailureKind, Lease, LeaseError, OpenOptions, Overlap, Session,
+};
 use crate::config::{Config, ConfigError, Credits};
 use crate::error::Error;
 use crate::lr::Lr;
