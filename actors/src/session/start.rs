@@ -13,6 +13,7 @@ use gatherflow_kernels::{
 use parking_lot::Mutex;
 
 use super::{BucketSide, Driver, Session, SessionConfig, StartParams, UnitFace};
+use crate::action::Letter;
 use crate::control::{Agreement, Control, Seat};
 use crate::face::Face;
 use crate::hands::{Hands, Issued, Post, Streams};
@@ -24,10 +25,9 @@ use crate::plan::{ParamId, Plan, Purpose};
 use crate::recorder::Recorder;
 use crate::shell::{ActorThread, Directory};
 use crate::supervisor::SupervisorMsg;
-use crate::action::Letter;
 
 /// Fills one parameter's memory at the start.
-pub type Init<'a> = &'a mut dyn FnMut(ParamId, &mut Lease) -> Result<(), Cause>;
+pub(super) type Init<'a> = &'a mut dyn FnMut(ParamId, &mut Lease) -> Result<(), Cause>;
 
 impl Session {
     /// Starts one rank: allocates what the plan lists, calls `init` once per parameter (frozen ones too), meets the other
@@ -126,8 +126,7 @@ fn start(
     for bucket in plan.buckets() {
         let memory = lowering.bucket(bucket.id);
         if memory.dtype != DType::F32 {
-            let cast =
-                Cast { src: memory.param_shard, from: memory.dtype, dst: memory.master, to: DType::F32 };
+            let cast = Cast { src: memory.param_shard, from: memory.dtype, dst: memory.master, to: DType::F32 };
             device.enqueue(streams.optimizer, Work::Cast(cast)).map_err(device_error)?;
         }
     }
