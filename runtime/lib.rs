@@ -1,1 +1,4 @@
 //! What a user embeds.
+
+#[cfg(feature = "candle")]
+pub mod candle;

@@ -30,6 +30,8 @@ pub mod error;
 pub mod event;
 pub mod lease;
 pub mod local;
+#[cfg(feature = "matmul")]
+pub mod matmul;
 pub mod norm;
 pub mod null;
 mod open;
