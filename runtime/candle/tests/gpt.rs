@@ -108,7 +108,10 @@ pub(super) fn plain_attention(qkv: &Tensor, heads: usize) -> Result<Tensor> {
 }
 
 fn theirs(size: Size, p: &[Var]) -> Result<Tensor> {
-    let mut x = (p[0].embedding(&size.ids(50))? + p[1].embedding(&size.positions())?)?;
+    let rows = |table: &Var, ids: Tensor| -> Result<Tensor> {
+        table.embedding(&ids.flatten_all()?)?.reshape((size.batch, size.time, size.width))
+    };
+    let mut x = (rows(&p[0], size.ids(50))? + rows(&p[1], size.positions())?)?;
     for layer in 0..size.layers {
         let p = &p[2 + 12 * layer..];
         let h = plain_linear(&plain_norm(&x, &p[0], &p[1])?, &p[2], &p[3])?;
