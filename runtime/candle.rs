@@ -19,8 +19,9 @@
 //! # Rules
 //! - A unit begins with [`Forward::enter`] on its input. In backward the same place is where the unit is left: everything
 //!   derived from the tensor that `enter` returned is done by then.
-//! - Gradients: the first write of a step overwrites, later ones add (P8). A parameter used more than once in a pass names
-//!   the uses that are not the last to be reached by backward with [`Use::shared`]; the last one completes the gradient.
+//! - Gradients: the first write of a step overwrites, later ones add (P8), so a weight may be used several times (a tied
+//!   output head: [`Model::use_param`](crate::Model::use_param) tells the engine), and it is complete when backward has left
+//!   all units that use it.
 //! - Activations are f32 on the CPU; parameters are f32, bf16 or f16 and are widened exactly.
 //! - Errors of the engine travel inside candle's error and come out again with [`cause`].
 //! - Everything runs on the calling thread. Candle's own matrix products do not: set `RAYON_NUM_THREADS=1` where ranks
@@ -43,6 +44,6 @@ mod tests;
 
 pub use attention::attention;
 pub use error::cause;
-pub use forward::{Forward, Use};
+pub use forward::Forward;
 pub use gelu::gelu;
 pub use loss::cross_entropy;

@@ -1,6 +1,9 @@
 //! Element types: the three floating-point formats that parameters and gradients come in.
+#![allow(clippy::inline_always)] // see `isa`
 
 use half::{bf16, f16};
+
+use crate::convert::narrow;
 
 /// The element type of a parameter or a gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -65,9 +68,11 @@ pub trait Element: Copy + Default + PartialEq + std::fmt::Debug + Send + Sync + 
 
 impl Element for f32 {
     const DTYPE: DType = DType::F32;
+    #[inline(always)]
     fn from_f32(value: f32) -> Self {
         value
     }
+    #[inline(always)]
     fn to_f32(self) -> f32 {
         self
     }
@@ -75,20 +80,24 @@ impl Element for f32 {
 
 impl Element for bf16 {
     const DTYPE: DType = DType::Bf16;
+    #[inline(always)]
     fn from_f32(value: f32) -> Self {
-        bf16::from_f32(value)
+        bf16::from_bits(narrow::bf16_from_f32(value))
     }
+    #[inline(always)]
     fn to_f32(self) -> f32 {
-        bf16::to_f32(self)
+        narrow::f32_from_bf16(self.to_bits())
     }
 }
 
 impl Element for f16 {
     const DTYPE: DType = DType::F16;
+    #[inline(always)]
     fn from_f32(value: f32) -> Self {
-        f16::from_f32(value)
+        f16::from_bits(narrow::f16_from_f32(value))
     }
+    #[inline(always)]
     fn to_f32(self) -> f32 {
-        f16::to_f32(self)
+        narrow::f32_from_f16(self.to_bits())
     }
 }

@@ -1,58 +1,123 @@
 //! The local communicator: ranks are threads of one process.
-use crate::collective::Transport;
-use std::sync::Arc;
-use std::time::Duration;
+//!
+//! A [`LocalWorld`] is what the ranks share; each device is built over its rank's [`LocalTransport`]. A collective is a
+//! meeting under its sequence number ([`meeting`]): everyone posts its memory and waits for all (phase 1), does its own
+//! part, reading the peers' memory (phase 2, [`copy`]), and waits until all are done (phase 3), for as long as the
+//! emulated [`Link`] pretends.
+//!
+//! Invariants: no rank's memory is touched before that rank is in the meeting, nor after its `run` returned (collective
+//! contract); sums are in rank order and f32 (S1); ranks that bring different collectives under one number all hear of it
+//! by name (O2), and so does every later call, because such a world cannot go on; an aborted rank leaves phase 1 at once,
+//! while phase 2, which is finite, is always finished (F1). Aborting one rank leaves its peers waiting: whoever aborts
+//! tells them.
 
-/// An emulated link: one per rank and direction, shared by all its collectives.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Link {
-    /// Bytes per second in each direction.
-    pub bytes_per_second: f64,
-    /// Latency of one collective.
-    pub latency: Duration,
+mod copy;
+mod link;
+mod meeting;
+mod shape;
+
+use std::sync::Arc;
+
+use crate::collective::{Collective, HostMemory, Transfer, Transport};
+use crate::error::{Cause, CommError, DeviceError};
+use copy::Post;
+pub use link::{Link, LinkError};
+use meeting::Meetings;
+use shape::Shape;
+
+/// Why there is no such world or rank.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum WorldError {
+    /// A world of no ranks.
+    #[error("a world needs at least one rank")]
+    NoRanks,
+    /// The rank is not in the world.
+    #[error("rank {rank} is not one of {ranks} ranks")]
+    NoSuchRank {
+        /// What was asked for.
+        rank: usize,
+        /// How many there are.
+        ranks: usize,
+    },
+    /// The emulated link makes no sense.
+    #[error(transparent)]
+    Link(#[from] LinkError),
 }
 
 /// What the ranks of one process share.
 #[derive(Debug)]
-pub struct LocalWorld {}
+pub struct LocalWorld {
+    ranks: usize,
+    meetings: Meetings,
+}
 
 impl LocalWorld {
-    /// A world of `ranks` ranks, with an emulated link if one is given.
-    pub fn new(ranks: usize, link: Option<Link>) -> Arc<Self> {
-        let _ = (ranks, link);
-        unimplemented!()
+    /// A world of `ranks` ranks, with an emulated link if one is given. One rank alone has no link.
+    ///
+    /// # Errors
+    /// [`DeviceError::World`] without ranks, or if the link's numbers make no sense.
+    pub fn new(ranks: usize, link: Option<Link>) -> Result<Arc<Self>, DeviceError> {
+        if ranks == 0 {
+            return Err(WorldError::NoRanks.into());
+        }
+        let link = link.map(Link::checked).transpose().map_err(WorldError::from)?;
+        Ok(Arc::new(Self { ranks, meetings: Meetings::new(ranks, link.filter(|_| ranks > 1)) }))
     }
+
     /// The number of ranks.
     pub fn ranks(&self) -> usize {
-        unimplemented!()
+        self.ranks
     }
-    /// The transport of one rank.
-    pub fn transport(self: &Arc<Self>, rank: usize) -> LocalTransport {
-        let _ = rank;
-        unimplemented!()
+
+    /// The transport of one rank. Taken twice, the two share the rank's place in every meeting.
+    ///
+    /// # Errors
+    /// [`DeviceError::World`] if there is no such rank.
+    pub fn transport(self: &Arc<Self>, rank: usize) -> Result<LocalTransport, DeviceError> {
+        if rank >= self.ranks {
+            return Err(WorldError::NoSuchRank { rank, ranks: self.ranks }.into());
+        }
+        Ok(LocalTransport { world: self.clone(), rank })
     }
 }
 
 /// One rank's side of a [`LocalWorld`].
 #[derive(Debug)]
-pub struct LocalTransport {}
+pub struct LocalTransport {
+    world: Arc<LocalWorld>,
+    rank: usize,
+}
 
 impl Transport for LocalTransport {
     fn rank(&self) -> usize {
-        unimplemented!()
+        self.rank
     }
+
     fn world(&self) -> usize {
-        unimplemented!()
+        self.world.ranks
     }
+
     fn may_block(&self) -> bool {
         false
     }
-    unsafe fn run(
-        &self,
-        _: &crate::Collective,
-        _: &crate::collective::HostMemory,
-    ) -> Result<crate::collective::Transfer, crate::CommError> {
-        unimplemented!()
+
+    unsafe fn run(&self, collective: &Collective, memory: &HostMemory) -> Result<Transfer, CommError> {
+        let shape = Shape::of(collective, memory, self.rank, self.world.ranks)?;
+        let meetings = &self.world.meetings;
+        let post = Post { send: memory.send, recv: memory.recv };
+        let met = meetings.join(self.rank, collective.key, shape, post)?;
+        // SAFETY: all ranks have posted memory that fits this shape (`Shape::of`, `join` compares shapes). Each rank's
+        // caller keeps it valid and untouched until its `run` returns, which is after `leave`, which waits for all.
+        unsafe { copy::mine(shape, self.rank, &met.posts) };
+        meetings.leave(self.rank, collective.key.seq, &met)?;
+        Ok(Transfer { begin_ns: met.begin_ns })
     }
-    fn abort(&self, _: &crate::Cause) {}
+
+    fn abort(&self, cause: &Cause) {
+        self.world.meetings.abort(self.rank, cause);
+    }
 }
+
+#[cfg(test)]
+mod tests;

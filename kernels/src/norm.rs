@@ -1,4 +1,18 @@
 //! Partial gradient norms with zero counts and a non-finite search, in one read with a fixed summation tree.
+//!
+//! Devices call [`partial`] once per reduced shard; [`crate::verdict::fold`] combines shards.
+//!
+//! Invariant: the tree depends on a piece's length alone, not on the instruction set, so the bits do not either. Element `i`
+//! of a piece goes to lane `i % 32` of block `i / 4096`. Squares of f32 are exact in f64; a lane adds up to 128 of them in
+//! order, the lanes of a block are added in pairs, the blocks in order. So the relative error is below
+//! `(133 + n / 4096) * 2^-53` for n elements: 3e-12 at worst for a hundred million, 1e-14 in practice.
+#![allow(clippy::inline_always)] // see `isa`
+
+use crate::isa::{self, Body, Isa};
+
+const LANES: usize = 32;
+const BLOCK: usize = 4096;
+const INFINITY_BITS: i32 = 0x7f80_0000;
 
 /// An owned piece of a parameter in a reduced shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,10 +43,154 @@ pub struct Partial {
 impl Partial {
     /// Size in memory.
     pub const BYTES: usize = 32;
+
+    /// Little endian: `sum_squares`, `max_abs`, `zeros`, and one more than the number of the non-finite parameter (0: none).
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[0..8].copy_from_slice(&self.sum_squares.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.max_abs.to_le_bytes());
+        bytes[16..24].copy_from_slice(&self.zeros.to_le_bytes());
+        bytes[24..32].copy_from_slice(&param_to_u64(self.nonfinite).to_le_bytes());
+        bytes
+    }
+
+    /// The inverse of [`Partial::to_bytes`].
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let [a, b, c, d] = words(bytes);
+        Self { sum_squares: f64::from_bits(a), max_abs: f64::from_bits(b), zeros: c, nonfinite: param_from_u64(d) }
+    }
 }
 
-/// The partial of one shard.
+/// The little-endian 64-bit words of a record.
+pub(crate) fn words<const BYTES: usize, const WORDS: usize>(bytes: &[u8; BYTES]) -> [u64; WORDS] {
+    const { assert!(BYTES == 8 * WORDS) };
+    let mut words = [0; WORDS];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    words
+}
+
+/// A parameter's number, or none, in 64 bits: one more than the number, or 0.
+pub(crate) fn param_to_u64(param: Option<u32>) -> u64 {
+    param.map_or(0, |param| u64::from(param) + 1)
+}
+
+/// The inverse of [`param_to_u64`]. What is out of range names the last parameter number there is rather than none.
+pub(crate) fn param_from_u64(word: u64) -> Option<u32> {
+    word.checked_sub(1).map(|param| u32::try_from(param).unwrap_or(u32::MAX))
+}
+
+/// The partial of one shard. Pieces ascend; what lies between them (padding, other ranks' copies) is not read.
+///
+/// # Panics
+/// If a piece is not inside `grad`.
 pub fn partial(grad: &[f32], pieces: &[NormPiece]) -> Partial {
-    let _ = (grad, pieces);
-    unimplemented!()
+    partial_on(Isa::widest(), grad, pieces)
+}
+
+/// [`partial`] on a given instruction set: the same bits.
+///
+/// # Panics
+/// If a piece is not inside `grad`.
+pub fn partial_on(isa: Isa, grad: &[f32], pieces: &[NormPiece]) -> Partial {
+    let mut total = Partial::default();
+    for piece in pieces {
+        let sums = isa::run(isa, Scan { grad: &grad[piece.start..piece.end] });
+        if sums.max_bits >= INFINITY_BITS {
+            total.nonfinite = total.nonfinite.or(Some(piece.param));
+        }
+        if piece.counted {
+            total.sum_squares += sums.sum_squares;
+            total.max_abs = total.max_abs.max(f64::from(f32::from_bits(sums.max_bits as u32)));
+            total.zeros += sums.zeros;
+        }
+    }
+    if total.sum_squares.is_nan() {
+        // Which payload survives an addition of NaNs is nobody's promise.
+        total.sum_squares = f64::NAN;
+    }
+    total
+}
+
+struct Sums {
+    sum_squares: f64,
+    /// The largest absolute value as bits: they order as the values do, infinity above all numbers and NaN above infinity.
+    max_bits: i32,
+    zeros: u64,
+}
+
+struct Scan<'a> {
+    grad: &'a [f32],
+}
+
+impl Body for Scan<'_> {
+    type Output = Sums;
+
+    #[inline(always)]
+    fn run(self) -> Sums {
+        let mut total = Sums { sum_squares: 0.0, max_bits: 0, zeros: 0 };
+        for block in self.grad.chunks(BLOCK) {
+            let mut lanes = Lanes::new();
+            let (groups, tail) = block.as_chunks::<LANES>();
+            for group in groups {
+                lanes.add(group);
+            }
+            if !tail.is_empty() {
+                lanes.add_tail(tail);
+            }
+            lanes.end_block(&mut total);
+        }
+        total
+    }
+}
+
+struct Lanes {
+    squares: [f64; LANES],
+    max_bits: [i32; LANES],
+    zeros: [u32; LANES],
+}
+
+impl Lanes {
+    #[inline(always)]
+    fn new() -> Self {
+        Self { squares: [0.0; LANES], max_bits: [0; LANES], zeros: [0; LANES] }
+    }
+
+    #[inline(always)]
+    fn add(&mut self, group: &[f32; LANES]) {
+        for (lane, &g) in group.iter().enumerate() {
+            let wide = f64::from(g);
+            self.squares[lane] += wide * wide;
+            let bits = (g.to_bits() & 0x7fff_ffff) as i32;
+            self.max_bits[lane] = self.max_bits[lane].max(bits);
+            self.zeros[lane] += u32::from(bits == 0);
+        }
+    }
+
+    #[inline(always)]
+    fn add_tail(&mut self, tail: &[f32]) {
+        let mut group = [0.0; LANES];
+        group[..tail.len()].copy_from_slice(tail);
+        self.add(&group);
+        for zeros in &mut self.zeros[tail.len()..] {
+            *zeros -= 1;
+        }
+    }
+
+    #[inline(always)]
+    fn end_block(mut self, total: &mut Sums) {
+        let mut width = LANES;
+        while width > 1 {
+            width /= 2;
+            for lane in 0..width {
+                self.squares[lane] += self.squares[lane + width];
+                self.max_bits[lane] = self.max_bits[lane].max(self.max_bits[lane + width]);
+                self.zeros[lane] += self.zeros[lane + width];
+            }
+        }
+        total.sum_squares += self.squares[0];
+        total.max_bits = total.max_bits.max(self.max_bits[0]);
+        total.zeros += u64::from(self.zeros[0]);
+    }
 }

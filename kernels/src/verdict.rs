@@ -3,6 +3,21 @@
 //!
 //! Every rank computes the same bits from the same records: partials are f64, combined in plan order, then rank order
 //! (rule S1). Formulas: SPEC rows T2, T2a, T3, T5, T6.
+//!
+//! | step | function |
+//! | --- | --- |
+//! | shards of one rank to its record | [`fold`] |
+//! | records of all ranks to scalars and report | [`judge`] |
+//! | the loss scaler's move inside `judge` | `scaler` |
+//! | records and scalars in device memory | `bytes` |
+//!
+//! All are pure and cannot fail: a rank that sends nonsense spoils the step, on every rank alike.
+
+mod bytes;
+mod judge;
+mod scaler;
+
+pub use judge::{fold, judge};
 
 use std::sync::Arc;
 
@@ -126,6 +141,7 @@ pub struct Scalars {
 
 /// What the host is told of a step.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::struct_excessive_bools)] // independent facts, each told under its name
 pub struct StepReport {
     /// Parameters were updated.
     pub updated: bool,

@@ -1,2 +1,171 @@
 //! The command line of gatherflow.
-fn main() {}
+//!
+//! Exit codes: 0, or 2 where an argument, a file or a model is refused; the message names the thing and what to do.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use gatherflow::{Config, Model, ParamId, Plan};
+
+/// Data-parallel training with its communication hidden behind compute.
+#[derive(Parser)]
+#[command(name = "gatherflow", version, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Print how a model is laid out: buffers, buckets, shards, memory, and the order of all collectives
+    ///
+    /// Nothing is trained and nothing is allocated, so it works for models of any size.
+    Plan(PlanArgs),
+}
+
+#[derive(Args)]
+#[command(after_help = MODEL_HELP)]
+struct PlanArgs {
+    /// The model description (TOML, see below)
+    #[arg(required_unless_present = "gpt", conflicts_with = "gpt")]
+    model: Option<PathBuf>,
+    /// Take the shapes of a GPT with tied embeddings instead of a file
+    #[arg(long, value_name = "LAYERS,WIDTH,VOCAB", value_parser = gpt_shape)]
+    gpt: Option<[usize; 3]>,
+    /// A configuration file (TOML; the keys are listed by `gatherflow --help`)
+    #[arg(long, value_name = "FILE.toml")]
+    config: Option<PathBuf>,
+    /// The number of data-parallel ranks [default: `ranks` of the configuration, else 2]
+    #[arg(long, value_name = "N")]
+    ranks: Option<usize>,
+    /// Close a bucket once it holds this many elements
+    #[arg(long, value_name = "ELEMENTS")]
+    bucket_size: Option<usize>,
+    /// Cut into about this many buckets
+    #[arg(long, value_name = "N")]
+    num_buckets: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+const MODEL_HELP: &str = "\
+A model description lists units in forward order, each with the parameters it registers (dtype f32, bf16 or f16; optional:
+trainable, shared, shared_embedding) and, under `uses`, those of earlier units that it uses too:
+
+  [[chunk]]
+  [[chunk.unit]]
+  name = \"embed\"
+  params = [{ name = \"embed.table\", shape = [256, 64], dtype = \"bf16\" }]
+  [[chunk.unit]]
+  name = \"head\"
+  params = [{ name = \"head.bias\", shape = [256], dtype = \"f32\" }]
+  uses = [\"embed.table\"]
+
+Examples:
+  gatherflow plan model.toml --ranks 8
+  gatherflow plan --gpt 6,208,256 --ranks 2 --num-buckets 12";
+
+fn gpt_shape(text: &str) -> Result<[usize; 3], String> {
+    let numbers: Result<Vec<usize>, _> = text.split(',').map(|n| n.trim().parse()).collect();
+    numbers.ok().and_then(|n| n.try_into().ok()).ok_or_else(|| "expected three whole numbers such as 6,208,256".into())
+}
+
+/// The configuration keys, for the end of `--help`.
+fn keys_help() -> String {
+    let mut text = String::from("Configuration keys (TOML):\n");
+    for key in gatherflow::KEYS {
+        text.push_str(&format!(
+            "  {:<24} {} [default: {}]\n{:27}{}\n",
+            key.name, key.help, key.default, "", key.values
+        ));
+    }
+    text.push_str(
+        "\nRUST_LOG=gatherflow=debug shows what happens. `gatherflow plan --help` explains the first thing to try.",
+    );
+    text
+}
+
+fn main() -> ExitCode {
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+        .with_writer(std::io::stderr)
+        .init();
+    let matches = Cli::command().after_help(keys_help()).get_matches();
+    let done = Cli::from_arg_matches(&matches).map_err(|e| e.to_string()).and_then(|cli| match cli.command {
+        Command::Plan(args) => plan(&args),
+    });
+    match done {
+        Ok(text) => print(&text),
+        Err(message) => {
+            eprintln!("error: {message}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Writes to standard output; a reader that went away (`| head`) is no error.
+fn print(text: &str) -> ExitCode {
+    use std::io::Write;
+    match std::io::stdout().lock().write_all(text.as_bytes()) {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
+            eprintln!("error: cannot write: {e}");
+            ExitCode::FAILURE
+        }
+        _ => ExitCode::SUCCESS,
+    }
+}
+
+fn plan(args: &PlanArgs) -> Result<String, String> {
+    let mut config = match &args.config {
+        Some(path) => Config::from_file(path).map_err(|e| format!("{}: {e}", path.display()))?,
+        None => Config::new(),
+    };
+    let flags = [("ranks", args.ranks), ("bucket_size", args.bucket_size), ("num_buckets", args.num_buckets)];
+    for (key, value) in flags {
+        if let Some(value) = value {
+            config.set(key, &value.to_string()).map_err(|e| e.to_string())?;
+        }
+    }
+    let model = match (&args.model, args.gpt) {
+        (Some(path), _) => std::fs::read_to_string(path)
+            .map_err(|e| e.to_string())
+            .and_then(|text| Model::from_toml(&text).map_err(|e| e.to_string()))
+            .map_err(|e| format!("{}: {e}", path.display()))?,
+        (None, Some([layers, width, vocab])) => {
+            Model::gpt(layers, width, vocab, 128).map_err(|e| format!("--gpt: {e}"))?
+        }
+        (None, None) => return Err("no model: give a model description or --gpt LAYERS,WIDTH,VOCAB".into()),
+    };
+    let plan = model.plan(config.configured_ranks().unwrap_or(2), &config).map_err(|e| e.to_string())?;
+    Ok(if args.json { format!("{}\n", json(&plan)) } else { plan.describe() })
+}
+
+fn json(plan: &Plan) -> serde_json::Value {
+    let name = |id: &ParamId| plan.param(*id).name.as_str();
+    let buckets = plan.buckets().iter().map(|bucket| {
+        serde_json::json!({
+            "bucket": bucket.id.0,
+            "buffer": bucket.buffer.0,
+            "dtype": plan.buffer(bucket.buffer).dtype.name(),
+            "numel": bucket.numel(),
+            "param_numel": bucket.param_numel,
+            "shard_numel": bucket.shard_numel,
+            "place": plan.unit(bucket.place).name,
+            "position": bucket.position.0,
+            "params": bucket.params.iter().map(name).collect::<Vec<_>>(),
+        })
+    });
+    let memory = plan.memory();
+    let allocations = memory.allocations.iter().map(|a| (a.purpose.to_string(), a.bytes.into()));
+    serde_json::json!({
+        "ranks": plan.ranks(),
+        "params": plan.params().len(),
+        "numel": plan.params().iter().map(|p| p.numel).sum::<usize>(),
+        "buckets": buckets.collect::<Vec<_>>(),
+        "gather_order": plan.gather_order().iter().map(|b| b.0).collect::<Vec<_>>(),
+        "memory_bytes": allocations.collect::<serde_json::Map<_, _>>(),
+        "total_bytes": memory.total_bytes(),
+    })
+}

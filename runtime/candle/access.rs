@@ -12,17 +12,11 @@ use half::{bf16, f16};
 
 use super::error::lift;
 use super::simd::simd;
-
-/// PLACEHOLDER
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ParamId(pub u32);
-/// PLACEHOLDER
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct UnitId(pub u32);
-/// PLACEHOLDER
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct Error(pub String);
+use crate::actors::{DType, ParamId, UnitId};
+use crate::error::Error;
+use crate::guard::WriteMode;
+use crate::owned::OwnedPass;
+use crate::pass::Mode;
 
 /// A parameter's elements in its own dtype.
 #[derive(Clone, Copy, Debug)]
@@ -35,15 +29,6 @@ pub(super) enum Values<'a> {
     F16(&'a [f16]),
 }
 
-/// What a gradient holds when an operation gets it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Before {
-    /// Nothing of this step: the operation writes every element.
-    Nothing,
-    /// Earlier contributions: the operation adds.
-    Contributions,
-}
-
 /// What an operation needs of a pass.
 pub(super) trait ParamAccess: Debug + Send + Sync {
     /// Waits until the unit's parameters are there.
@@ -52,20 +37,61 @@ pub(super) trait ParamAccess: Debug + Send + Sync {
     fn leave(&self, unit: UnitId) -> Result<(), Error>;
     /// Whether backward will follow.
     fn trains(&self) -> bool;
-    /// The registered shape.
-    fn shape(&self, param: ParamId) -> Result<Vec<usize>, Error>;
-    /// Whether the parameter takes a gradient.
-    fn trainable(&self, param: ParamId) -> bool;
+    /// The registered shape, and whether the parameter takes a gradient.
+    fn describe(&self, param: ParamId) -> Result<(Vec<usize>, bool), Error>;
     /// Lends the elements.
     fn read(&self, param: ParamId, reader: &mut dyn FnMut(Values<'_>)) -> Result<(), Error>;
-    /// Lends the f32 gradient; `last` completes it afterwards.
-    fn grad(&self, param: ParamId, last: bool, writer: &mut dyn FnMut(Before, &mut [f32])) -> Result<(), Error>;
+    /// Lends the f32 gradient for one write.
+    fn grad(&self, param: ParamId, writer: &mut dyn FnMut(WriteMode, &mut [f32])) -> Result<(), Error>;
+}
+
+impl ParamAccess for OwnedPass {
+    fn enter(&self, unit: UnitId) -> Result<(), Error> {
+        self.enter(unit)
+    }
+
+    fn leave(&self, unit: UnitId) -> Result<(), Error> {
+        self.leave(unit)
+    }
+
+    fn trains(&self) -> bool {
+        self.mode() == Mode::Train
+    }
+
+    fn describe(&self, param: ParamId) -> Result<(Vec<usize>, bool), Error> {
+        let info = self.info(param)?;
+        Ok((info.shape, info.options.trainable))
+    }
+
+    fn read(&self, param: ParamId, reader: &mut dyn FnMut(Values<'_>)) -> Result<(), Error> {
+        match self.dtype(param)? {
+            DType::Bf16 => reader(Values::Bf16(&self.read(param)?)),
+            DType::F16 => reader(Values::F16(&self.read(param)?)),
+            _ => reader(Values::F32(&self.read(param)?)),
+        }
+        Ok(())
+    }
+
+    fn grad(&self, param: ParamId, writer: &mut dyn FnMut(WriteMode, &mut [f32])) -> Result<(), Error> {
+        let mut grad = self.grad::<f32>(param)?;
+        writer(grad.mode(), &mut grad);
+        grad.complete();
+        Ok(())
+    }
+}
+
+/// A parameter as an operation keeps it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Weight {
+    pub(super) param: ParamId,
+    /// Whether it takes a gradient.
+    pub(super) trainable: bool,
 }
 
 /// Lends a parameter as f32, widened where its dtype is a narrower one.
 pub(super) fn with_f32<R>(
     access: &dyn ParamAccess,
-    param: ParamId,
+    weight: Weight,
     mut body: impl FnMut(&[f32]) -> R,
 ) -> candle_core::Result<R> {
     thread_local! {
@@ -73,7 +99,7 @@ pub(super) fn with_f32<R>(
     }
     let mut result = None;
     access
-        .read(param, &mut |values| {
+        .read(weight.param, &mut |values| {
             result = Some(if let Values::F32(values) = values {
                 body(values)
             } else {
@@ -118,17 +144,15 @@ fn widen_bf16(from: &[bf16], to: &mut [f32]) {
     );
 }
 
-/// Writes `contribution` to a gradient that has its length, or adds it.
-pub(super) fn deliver(
-    access: &dyn ParamAccess,
-    param: ParamId,
-    last: bool,
-    contribution: &[f32],
-) -> candle_core::Result<()> {
+/// Writes `contribution` to a gradient that has its length, or adds it; nothing where the parameter is frozen.
+pub(super) fn deliver(access: &dyn ParamAccess, weight: Weight, contribution: &[f32]) -> candle_core::Result<()> {
+    if !weight.trainable {
+        return Ok(());
+    }
     access
-        .grad(param, last, &mut |before, grad| match before {
-            Before::Nothing => grad.copy_from_slice(contribution),
-            Before::Contributions => grad.iter_mut().zip(contribution).for_each(|(g, c)| *g += c),
+        .grad(weight.param, &mut |mode, grad| match mode {
+            WriteMode::Overwrite => grad.copy_from_slice(contribution),
+            WriteMode::Accumulate => grad.iter_mut().zip(contribution).for_each(|(g, c)| *g += c),
         })
         .map_err(lift)
 }

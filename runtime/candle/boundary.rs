@@ -2,10 +2,10 @@
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
-use super::access::UnitId;
 use super::error::lift;
 use super::forward::Access;
 use super::storage::{elements, output};
+use crate::actors::UnitId;
 
 #[derive(Debug)]
 pub(super) struct Boundary {

@@ -4,15 +4,16 @@
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 
-use super::access::{Before, with_f32};
+use super::access::{Weight, with_f32};
 use super::error::lift;
-use super::forward::{Access, Use};
+use super::forward::Access;
 use super::storage::{output, with_elements};
+use crate::guard::WriteMode;
 
 #[derive(Debug)]
 pub(super) struct Embedding {
     pub(super) access: Access,
-    pub(super) table: Use,
+    pub(super) table: Weight,
     pub(super) ids: Vec<u32>,
     pub(super) width: usize,
     pub(super) dims: Vec<usize>,
@@ -32,7 +33,7 @@ impl CustomOp1 for Embedding {
 
     fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
         let mut rows = Vec::with_capacity(self.ids.len() * self.width);
-        with_f32(&*self.access, self.table.param, |table| {
+        with_f32(&*self.access, self.table, |table| {
             for id in &self.ids {
                 rows.extend_from_slice(&table[self.row(*id)]);
             }
@@ -41,11 +42,11 @@ impl CustomOp1 for Embedding {
     }
 
     fn bwd(&self, anchor: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        if self.access.trainable(self.table.param) {
+        if self.table.trainable {
             with_elements(grad, |dy| {
                 self.access
-                    .grad(self.table.param, self.table.last, &mut |before, grad| {
-                        if before == Before::Nothing {
+                    .grad(self.table.param, &mut |mode, grad| {
+                        if mode == WriteMode::Overwrite {
                             grad.fill(0.0);
                         }
                         for (id, dy) in self.ids.iter().zip(dy.chunks_exact(self.width)) {

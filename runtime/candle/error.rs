@@ -2,7 +2,7 @@
 
 use candle_core::Error as CandleError;
 
-use super::access::Error;
+use crate::error::Error;
 
 /// Wraps an error of the engine so that [`cause`] finds it again.
 pub(super) fn lift(error: Error) -> CandleError {

@@ -4,37 +4,17 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor, Var, bail};
 
-use super::access::{ParamAccess, ParamId, UnitId};
+use super::access::{ParamAccess, Weight};
 use super::boundary::Boundary;
 use super::embedding::Embedding;
 use super::error::lift;
 use super::linear::Linear;
 use super::norm::LayerNorm;
+use crate::actors::{ParamId, UnitId};
+use crate::owned::OwnedPass;
 
 /// Where the operations of one pass find their parameters.
 pub(super) type Access = Arc<dyn ParamAccess>;
-
-/// One use of a parameter in a pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Use {
-    pub(super) param: ParamId,
-    pub(super) last: bool,
-}
-
-impl Use {
-    /// A use after which backward reaches further uses of the same parameter: a tied output head, whose table the
-    /// embedding uses too. Its backward writes the gradient but does not complete it.
-    pub fn shared(param: ParamId) -> Self {
-        Self { param, last: false }
-    }
-}
-
-impl From<ParamId> for Use {
-    /// The only use in a pass, or the one that backward reaches last.
-    fn from(param: ParamId) -> Self {
-        Self { param, last: true }
-    }
-}
 
 /// One forward pass (and its backward) over candle tensors; cheap to clone.
 #[derive(Clone, Debug)]
@@ -43,6 +23,11 @@ pub struct Forward {
 }
 
 impl Forward {
+    /// Over a pass of an engine, which must be current whenever an operation or its backward runs.
+    pub fn new(pass: OwnedPass) -> Self {
+        Self::over(Arc::new(pass))
+    }
+
     pub(super) fn over(access: Access) -> Self {
         Self { access }
     }
@@ -72,15 +57,12 @@ impl Forward {
     ///
     /// # Errors
     /// Shapes that do not agree, and those of the engine.
-    pub fn linear(&self, x: &Tensor, weight: impl Into<Use>, bias: Option<ParamId>) -> Result<Tensor> {
-        let weight = weight.into();
-        let shape = self.shape(weight.param)?;
+    pub fn linear(&self, x: &Tensor, weight: ParamId, bias: Option<ParamId>) -> Result<Tensor> {
+        let (weight, shape) = self.weight(weight)?;
         let &[outputs, inputs] = &shape[..] else {
             bail!("the weight of a linear operation has two dimensions, not {shape:?}");
         };
-        if let Some(bias) = bias {
-            self.expect_shape(bias, &[outputs], "the bias of a linear operation")?;
-        }
+        let bias = bias.map(|bias| self.vector(bias, outputs, "the bias of a linear operation")).transpose()?;
         let access = Arc::clone(&self.access);
         x.contiguous()?.apply_op1(Linear { access, weight, bias, inputs, outputs })
     }
@@ -90,11 +72,11 @@ impl Forward {
     /// # Errors
     /// Shapes that do not agree, and those of the engine.
     pub fn layer_norm(&self, x: &Tensor, gamma: ParamId, beta: ParamId, eps: f32) -> Result<Tensor> {
-        let shape = self.shape(gamma)?;
+        let (gamma, shape) = self.weight(gamma)?;
         let &[width] = &shape[..] else {
             bail!("the scale of a layer norm has one dimension, not {shape:?}");
         };
-        self.expect_shape(beta, &[width], "the shift of a layer norm")?;
+        let beta = self.vector(beta, width, "the shift of a layer norm")?;
         x.contiguous()?.apply_op1(LayerNorm::new(Arc::clone(&self.access), gamma, beta, width, eps))
     }
 
@@ -104,9 +86,8 @@ impl Forward {
     ///
     /// # Errors
     /// An id beyond the table, and those of the engine.
-    pub fn embedding(&self, input: &Tensor, table: impl Into<Use>, ids: &Tensor) -> Result<Tensor> {
-        let table = table.into();
-        let shape = self.shape(table.param)?;
+    pub fn embedding(&self, input: &Tensor, table: ParamId, ids: &Tensor) -> Result<Tensor> {
+        let (table, shape) = self.weight(table)?;
         let &[rows, width] = &shape[..] else {
             bail!("an embedding table has two dimensions, not {shape:?}");
         };
@@ -120,15 +101,16 @@ impl Forward {
         input.apply_op1(Embedding { access, table, ids, width, dims })
     }
 
-    fn shape(&self, param: ParamId) -> Result<Vec<usize>> {
-        self.access.shape(param).map_err(lift)
+    fn weight(&self, param: ParamId) -> Result<(Weight, Vec<usize>)> {
+        let (shape, trainable) = self.access.describe(param).map_err(lift)?;
+        Ok((Weight { param, trainable }, shape))
     }
 
-    fn expect_shape(&self, param: ParamId, want: &[usize], what: &str) -> Result<()> {
-        let shape = self.shape(param)?;
-        if shape != want {
-            bail!("{what} must have the shape {want:?}, not {shape:?}");
+    fn vector(&self, param: ParamId, len: usize, what: &str) -> Result<Weight> {
+        let (weight, shape) = self.weight(param)?;
+        if shape != [len] {
+            bail!("{what} must have the shape [{len}], not {shape:?}");
         }
-        Ok(())
+        Ok(weight)
     }
 }

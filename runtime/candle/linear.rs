@@ -5,17 +5,18 @@
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use gatherflow_kernels::matmul::{Matrix, MatrixMut, Onto, matmul};
 
-use super::access::{Before, ParamId, deliver, with_f32};
+use super::access::{Weight, deliver, with_f32};
 use super::error::lift;
-use super::forward::{Access, Use};
+use super::forward::Access;
 use super::simd::simd;
 use super::storage::{elements, output, rows_of, tensor, with_elements};
+use crate::guard::WriteMode;
 
 #[derive(Debug)]
 pub(super) struct Linear {
     pub(super) access: Access,
-    pub(super) weight: Use,
-    pub(super) bias: Option<ParamId>,
+    pub(super) weight: Weight,
+    pub(super) bias: Option<Weight>,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
 }
@@ -34,7 +35,7 @@ impl CustomOp1 for Linear {
             None => vec![0.0; rows * outputs],
         };
         let onto = if self.bias.is_some() { Onto::Accumulate } else { Onto::Overwrite };
-        with_f32(&*self.access, self.weight.param, |weight| {
+        with_f32(&*self.access, self.weight, |weight| {
             let weight = Matrix::new(weight, outputs, inputs, inputs).transposed();
             let x = Matrix::new(x, rows, inputs, inputs);
             matmul(&mut MatrixMut::new(&mut y, rows, outputs, outputs), onto, 1.0, x, weight);
@@ -50,17 +51,17 @@ impl CustomOp1 for Linear {
         let (inputs, outputs) = (self.inputs, self.outputs);
         let rows = x.elem_count() / inputs;
         with_elements(dy, |dy| {
-            if let Some(bias) = self.bias.filter(|bias| self.access.trainable(*bias)) {
-                deliver(&*self.access, bias, true, &column_sums(dy, outputs))?;
+            if let Some(bias) = self.bias {
+                deliver(&*self.access, bias, &column_sums(dy, outputs))?;
             }
-            if self.access.trainable(self.weight.param) {
+            if self.weight.trainable {
                 with_elements(x, |x| {
                     let (x, dy) = (Matrix::new(x, rows, inputs, inputs), Matrix::new(dy, rows, outputs, outputs));
                     self.access
-                        .grad(self.weight.param, self.weight.last, &mut |before, grad| {
-                            let onto = match before {
-                                Before::Nothing => Onto::Overwrite,
-                                Before::Contributions => Onto::Accumulate,
+                        .grad(self.weight.param, &mut |mode, grad| {
+                            let onto = match mode {
+                                WriteMode::Overwrite => Onto::Overwrite,
+                                WriteMode::Accumulate => Onto::Accumulate,
                             };
                             let mut grad = MatrixMut::new(grad, outputs, inputs, inputs);
                             matmul(&mut grad, onto, 1.0, dy.transposed(), x);
@@ -69,7 +70,7 @@ impl CustomOp1 for Linear {
                 })?;
             }
             let mut dx = vec![0.0; rows * inputs];
-            with_f32(&*self.access, self.weight.param, |weight| {
+            with_f32(&*self.access, self.weight, |weight| {
                 let dy = Matrix::new(dy, rows, outputs, outputs);
                 let weight = Matrix::new(weight, outputs, inputs, inputs);
                 matmul(&mut MatrixMut::new(&mut dx, rows, inputs, inputs), Onto::Overwrite, 1.0, dy, weight);

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 
-use super::access::{ParamId, deliver, with_f32};
+use super::access::{Weight, deliver, with_f32};
 use super::forward::Access;
 use super::simd::{simd, sum, sum_with};
 use super::storage::{elements, output, rows_of, tensor, with_elements};
@@ -15,8 +15,8 @@ use super::storage::{elements, output, rows_of, tensor, with_elements};
 #[derive(Debug)]
 pub(super) struct LayerNorm {
     access: Access,
-    gamma: ParamId,
-    beta: ParamId,
+    gamma: Weight,
+    beta: Weight,
     width: usize,
     eps: f32,
     /// Mean and 1/deviation per row.
@@ -24,7 +24,7 @@ pub(super) struct LayerNorm {
 }
 
 impl LayerNorm {
-    pub(super) fn new(access: Access, gamma: ParamId, beta: ParamId, width: usize, eps: f32) -> Self {
+    pub(super) fn new(access: Access, gamma: Weight, beta: Weight, width: usize, eps: f32) -> Self {
         Self { access, gamma, beta, width, eps, moments: OnceLock::new() }
     }
 }
@@ -76,11 +76,8 @@ impl CustomOp1 for LayerNorm {
                 })
             })
         })?;
-        for (param, contribution) in [(self.beta, dbeta), (self.gamma, dgamma)] {
-            if self.access.trainable(param) {
-                deliver(&*self.access, param, true, &contribution)?;
-            }
-        }
+        deliver(&*self.access, self.beta, &dbeta)?;
+        deliver(&*self.access, self.gamma, &dgamma)?;
         tensor(dx, x.shape()).map(Some)
     }
 }

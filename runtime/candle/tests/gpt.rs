@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::{D, Device, Result, Tensor, Var};
-use gatherflow_kernels::DType;
 
-use super::super::access::{ParamId, UnitId};
 use super::super::{Forward, attention, cross_entropy, gelu};
 use super::memory::{Did, Memory};
 use super::{assert_close, numbers, values};
+use crate::actors::{DType, ParamId, UnitId};
 
 const EPS: f32 = 1e-5;
 
@@ -152,7 +151,7 @@ fn every_gradient_of_a_gpt_agrees_with_plain_candle() {
 }
 
 #[test]
-fn backward_completes_units_one_after_the_other_from_the_last_to_the_first() {
+fn backward_leaves_units_one_after_the_other_from_the_last_to_the_first() {
     let size = Size { layers: 3, width: 8, heads: 2, vocab: 11, time: 6, batch: 1 };
     let (memory, params) = in_memory(size, DType::Bf16);
     ours(size, &memory.forward(), &params).unwrap().backward().unwrap();
@@ -166,7 +165,7 @@ fn backward_completes_units_one_after_the_other_from_the_last_to_the_first() {
     let mut left = Vec::new();
     for did in back {
         match *did {
-            Did::Completed(param) => {
+            Did::Wrote(param) => {
                 assert_eq!(unit_of(param), open, "parameter {param} came while unit {open} was open");
             }
             Did::Left(unit) => {

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use half::{bf16, f16};
 use parking_lot::Mutex;
 
-use super::super::access::{Before, Error, ParamAccess, ParamId, UnitId, Values};
+use super::super::access::{ParamAccess, Values};
 use super::super::forward::Forward;
-use gatherflow_kernels::DType;
+use crate::actors::{DType, ParamId, UnitId};
+use crate::error::Error;
+use crate::guard::WriteMode;
 
 /// What operations did, in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,7 +17,6 @@ pub(super) enum Did {
     Entered(u32),
     Left(u32),
     Wrote(u32),
-    Completed(u32),
 }
 
 #[derive(Debug)]
@@ -78,7 +79,11 @@ impl Memory {
     }
 
     fn check(&self, param: ParamId) -> Result<(), Error> {
-        if self.broken == Some(param) { Err(Error(format!("parameter {} is out of reach", param.0))) } else { Ok(()) }
+        if self.broken == Some(param) {
+            Err(Error::misuse(format!("parameter {} is out of reach", param.0)))
+        } else {
+            Ok(())
+        }
     }
 }
 
@@ -97,12 +102,10 @@ impl ParamAccess for Memory {
         self.trains
     }
 
-    fn shape(&self, param: ParamId) -> Result<Vec<usize>, Error> {
-        Ok(self.params.lock()[param.0 as usize].shape.clone())
-    }
-
-    fn trainable(&self, param: ParamId) -> bool {
-        self.params.lock()[param.0 as usize].trainable
+    fn describe(&self, param: ParamId) -> Result<(Vec<usize>, bool), Error> {
+        let params = self.params.lock();
+        let stored = &params[param.0 as usize];
+        Ok((stored.shape.clone(), stored.trainable))
     }
 
     fn read(&self, param: ParamId, reader: &mut dyn FnMut(Values<'_>)) -> Result<(), Error> {
@@ -117,15 +120,15 @@ impl ParamAccess for Memory {
         Ok(())
     }
 
-    fn grad(&self, param: ParamId, last: bool, writer: &mut dyn FnMut(Before, &mut [f32])) -> Result<(), Error> {
+    fn grad(&self, param: ParamId, writer: &mut dyn FnMut(WriteMode, &mut [f32])) -> Result<(), Error> {
         self.check(param)?;
         let mut params = self.params.lock();
         let stored = &mut params[param.0 as usize];
         assert!(stored.trainable, "a frozen parameter has no gradient");
-        let before = if stored.written { Before::Contributions } else { Before::Nothing };
-        writer(before, &mut stored.grad);
+        let mode = if stored.written { WriteMode::Accumulate } else { WriteMode::Overwrite };
+        writer(mode, &mut stored.grad);
         stored.written = true;
-        self.log.lock().push(if last { Did::Completed(param.0) } else { Did::Wrote(param.0) });
+        self.log.lock().push(Did::Wrote(param.0));
         Ok(())
     }
 }

@@ -1,12 +1,11 @@
 use std::sync::Arc;
 
 use candle_core::{D, Device, Tensor, Var};
-use gatherflow_kernels::DType;
 
-use super::super::access::UnitId;
-use super::super::{Use, attention, cause, cross_entropy, gelu};
+use super::super::{attention, cause, cross_entropy, gelu};
 use super::memory::{Did, Memory};
 use super::{assert_close, numbers, values};
+use crate::actors::{DType, UnitId};
 
 const LIMIT: f32 = 1e-4;
 
@@ -136,7 +135,7 @@ fn attention_agrees_with_candle_within_and_across_blocks() {
 }
 
 #[test]
-fn a_second_write_adds_and_only_the_last_use_completes() {
+fn a_tied_weight_adds_up_and_its_first_unit_is_left_last() {
     let memory = Arc::new(Memory::new());
     let table = memory.param(&[4, 3], &numbers(12, 11), DType::F32, true);
     let ids = Tensor::new(&[2u32, 0], &Device::Cpu).unwrap();
@@ -144,10 +143,10 @@ fn a_second_write_adds_and_only_the_last_use_completes() {
     let x = forward.enter(UnitId(0), &forward.anchor().unwrap()).unwrap();
     let x = forward.embedding(&x, table, &ids).unwrap();
     let x = forward.enter(UnitId(1), &x).unwrap();
-    let logits = forward.linear(&x, Use::shared(table), None).unwrap();
+    let logits = forward.linear(&x, table, None).unwrap();
     weighed(&logits).backward().unwrap();
     let log = memory.log();
-    assert_eq!(log, [Did::Entered(0), Did::Entered(1), Did::Wrote(0), Did::Left(1), Did::Completed(0), Did::Left(0)]);
+    assert_eq!(log, [Did::Entered(0), Did::Entered(1), Did::Wrote(0), Did::Left(1), Did::Wrote(0), Did::Left(0)]);
 
     let vt = var(&numbers(12, 11), &[4, 3]);
     let theirs = vt.embedding(&ids).unwrap().matmul(&vt.t().unwrap()).unwrap();

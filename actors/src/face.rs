@@ -1,0 +1,261 @@
+//! The face that the actors turn to the executor: readiness as atomics, and a place to park.
+//!
+//! Readiness of a bucket is one atomic version; the event behind it is fetched only by who has not waited for it yet. The
+//! executor leaves its demand in one atomic and wakes the pre-hook only if that said that it waits. Everything else is a
+//! bounded spin, then a park with a deadline; publishers look at one counter before they take a lock.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use gatherflow_kernels::{Cause, Event, Failure, FailureKind};
+use parking_lot::{Condvar, Mutex};
+
+use crate::action::{Publication, StepOutcome};
+use crate::plan::BucketId;
+
+/// One fact about a bucket: the version it holds for, and the event behind it.
+#[derive(Debug)]
+pub struct Fact {
+    version: AtomicU64,
+    event: Mutex<Event>,
+}
+
+impl Fact {
+    fn new(event: Event) -> Self {
+        Self { version: AtomicU64::new(0), event: Mutex::new(event) }
+    }
+
+    fn set(&self, version: u64, event: Event) {
+        let mut slot = self.event.lock();
+        *slot = event;
+        self.version.store(version, Ordering::SeqCst);
+    }
+
+    /// Whether the fact holds for `version`, and the event behind it.
+    pub fn at(&self, version: u64) -> Option<Event> {
+        if self.version.load(Ordering::SeqCst) < version {
+            return None;
+        }
+        Some(self.event.lock().clone())
+    }
+}
+
+#[derive(Debug)]
+struct BucketFace {
+    ready: Fact,
+    free: Fact,
+}
+
+/// Packs a version and a count so that one atomic maximum orders them.
+fn pack(version: u64, count: u32) -> u64 {
+    version << 32 | u64::from(count)
+}
+
+fn unpack(packed: u64) -> (u64, u32) {
+    (packed >> 32, packed as u32)
+}
+
+/// What actors and executor share.
+#[derive(Debug)]
+pub struct Face {
+    rank: usize,
+    buckets: Box<[BucketFace]>,
+    demand: AtomicU64,
+    waited: AtomicU64,
+    wants_demand: AtomicBool,
+    outcomes: Mutex<VecDeque<Arc<StepOutcome>>>,
+    finished_steps: AtomicU64,
+    skipped_steps: AtomicU64,
+    peak_ahead_bytes: AtomicU64,
+    cause: OnceLock<Cause>,
+    parked: AtomicUsize,
+    lot: Mutex<Vec<Waker>>,
+    changed: Condvar,
+}
+
+/// Polls before parking; short, because the thread waited for may need this core.
+const SPINS: u32 = 64;
+
+/// How many outcomes are kept for handles that are asked late.
+const OUTCOMES_KEPT: usize = 1024;
+
+impl Face {
+    /// The face of `buckets` buckets at version 0, all behind `started`.
+    pub fn new(rank: usize, buckets: usize, started: &Event) -> Self {
+        let bucket = || BucketFace { ready: Fact::new(started.clone()), free: Fact::new(started.clone()) };
+        Self {
+            rank,
+            buckets: (0..buckets).map(|_| bucket()).collect(),
+            demand: AtomicU64::new(0),
+            waited: AtomicU64::new(0),
+            wants_demand: AtomicBool::new(false),
+            outcomes: Mutex::new(VecDeque::new()),
+            finished_steps: AtomicU64::new(0),
+            skipped_steps: AtomicU64::new(0),
+            peak_ahead_bytes: AtomicU64::new(0),
+            cause: OnceLock::new(),
+            parked: AtomicUsize::new(0),
+            lot: Mutex::new(Vec::new()),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Readiness of a bucket's parameters.
+    pub fn ready(&self, bucket: BucketId) -> &Fact {
+        &self.buckets[bucket.0 as usize].ready
+    }
+
+    /// Whether a bucket's gradients may be written.
+    pub fn free(&self, bucket: BucketId) -> &Fact {
+        &self.buckets[bucket.0 as usize].free
+    }
+
+    /// Carries out what a machine published.
+    pub fn publish(&self, publication: Publication) {
+        match publication {
+            Publication::Ready { bucket, version, event } => self.buckets[bucket.0 as usize].ready.set(version, event),
+            Publication::GradientsFree { bucket, version, event } => {
+                self.buckets[bucket.0 as usize].free.set(version, event);
+            }
+            Publication::Outcome(outcome) => {
+                let mut outcomes = self.outcomes.lock();
+                if outcomes.len() == OUTCOMES_KEPT {
+                    outcomes.pop_front();
+                }
+                self.skipped_steps.fetch_add(u64::from(!outcome.report.updated), Ordering::Relaxed);
+                self.finished_steps.store(outcome.step + 1, Ordering::SeqCst);
+                outcomes.push_back(outcome);
+            }
+            Publication::PeakAhead(bytes) => {
+                self.peak_ahead_bytes.fetch_max(bytes, Ordering::Relaxed);
+                return;
+            }
+        }
+        self.wake();
+    }
+
+    /// Ends every wait, now and later, with this cause. The first call wins.
+    pub fn fail(&self, cause: &Cause) {
+        let _ = self.cause.set(cause.clone());
+        self.wake();
+    }
+
+    /// The first cause, once there is one.
+    pub fn failed(&self) -> Option<&Cause> {
+        self.cause.get()
+    }
+
+    fn wake(&self) {
+        if self.parked.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let mut lot = self.lot.lock();
+        self.changed.notify_all();
+        let wakers = std::mem::take(&mut *lot);
+        self.parked.fetch_sub(wakers.len(), Ordering::SeqCst);
+        drop(lot);
+        wakers.into_iter().for_each(Waker::wake);
+    }
+
+    /// Leaves a waker that is called at the next change. Check the condition again afterwards.
+    pub fn park_waker(&self, waker: &Waker) {
+        let mut lot = self.lot.lock();
+        if !lot.iter().any(|other| other.will_wake(waker)) {
+            lot.push(waker.clone());
+            self.parked.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    /// Waits until `condition` gives something, at most `limit`: spins a bounded while, then parks.
+    ///
+    /// # Errors
+    /// The first cause once there is one; a deadline failure naming `what` after the limit.
+    pub fn wait_until<T>(
+        &self,
+        what: &dyn Fn() -> String,
+        limit: Duration,
+        condition: impl Fn() -> Option<T>,
+    ) -> Result<T, Cause> {
+        for _ in 0..SPINS {
+            if let Some(value) = condition() {
+                return Ok(value);
+            }
+            std::hint::spin_loop();
+        }
+        let deadline = Instant::now() + limit;
+        let mut lot = self.lot.lock();
+        self.parked.fetch_add(1, Ordering::SeqCst);
+        let result = loop {
+            if let Some(value) = condition() {
+                break Ok(value);
+            }
+            if let Some(cause) = self.failed() {
+                break Err(cause.clone());
+            }
+            if self.changed.wait_until(&mut lot, deadline).timed_out() {
+                let message = format!("waited {:.1} s for {}", limit.as_secs_f64(), what());
+                break condition()
+                    .ok_or_else(|| Arc::new(Failure::new(FailureKind::Deadline, self.rank, message)));
+            }
+        };
+        self.parked.fetch_sub(1, Ordering::SeqCst);
+        drop(lot);
+        result
+    }
+
+    /// Raises the demand. Returns whether the pre-hook waits for it.
+    pub fn raise_demand(&self, version: u64, demanded: u32) -> bool {
+        let packed = pack(version, demanded);
+        if self.demand.load(Ordering::Relaxed) < packed {
+            self.demand.fetch_max(packed, Ordering::SeqCst);
+        }
+        self.wants_demand.load(Ordering::SeqCst)
+    }
+
+    /// Chain mode: raises the count of waits that ended. Returns whether the pre-hook waits for it.
+    pub fn raise_waited(&self, version: u64, waited: u32) -> bool {
+        self.waited.fetch_max(pack(version, waited), Ordering::SeqCst);
+        self.wants_demand.load(Ordering::SeqCst)
+    }
+
+    /// The pre-hook's shell says whether demand must wake it, then looks at the demand once more.
+    pub fn set_wants_demand(&self, wants: bool) {
+        self.wants_demand.store(wants, Ordering::SeqCst);
+    }
+
+    /// `(version, demanded gathers)` of the newest demand.
+    pub fn demand(&self) -> (u64, u32) {
+        unpack(self.demand.load(Ordering::SeqCst))
+    }
+
+    /// `(version, waits)` of the newest wait that ended in chain mode.
+    pub fn waited(&self) -> (u64, u32) {
+        unpack(self.waited.load(Ordering::SeqCst))
+    }
+
+    /// The outcome of a step, once it is known and while it is kept.
+    pub fn outcome(&self, step: u64) -> Option<Arc<StepOutcome>> {
+        let outcomes = self.outcomes.lock();
+        let first = outcomes.front()?.step;
+        outcomes.get(usize::try_from(step.checked_sub(first)?).ok()?).cloned()
+    }
+
+    /// How many steps have a known outcome.
+    pub fn finished_steps(&self) -> u64 {
+        self.finished_steps.load(Ordering::SeqCst)
+    }
+
+    /// How many of them were skipped.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped_steps.load(Ordering::Relaxed)
+    }
+
+    /// Most bytes ever gathered ahead of demand.
+    pub fn peak_ahead_bytes(&self) -> u64 {
+        self.peak_ahead_bytes.load(Ordering::Relaxed)
+    }
+}

@@ -1,0 +1,50 @@
+//! All machines of one rank, made from a plan.
+
+use gatherflow_kernels::Event;
+
+use crate::bucket::Bucket;
+use crate::communicator::Communicator;
+use crate::lowering::Lowering;
+use crate::optimizer::Optimizer;
+use crate::plan::Plan;
+use crate::prehook::PreHook;
+use crate::sequence::Sequence;
+use crate::session::SessionConfig;
+use crate::supervisor::Supervisor;
+
+/// The five kinds of machines of one rank.
+#[derive(Debug)]
+pub(crate) struct Machines {
+    pub(crate) buckets: Vec<Bucket>,
+    pub(crate) prehook: PreHook,
+    pub(crate) optimizer: Optimizer,
+    pub(crate) communicator: Communicator,
+    pub(crate) supervisor: Supervisor,
+}
+
+impl Machines {
+    /// The machines of `rank`, at version 0. `started` is behind the start-up work, `first_seq` collectives came before.
+    pub(crate) fn new(
+        plan: &Plan,
+        config: &SessionConfig,
+        lowering: &Lowering,
+        rank: usize,
+        started: &Event,
+        first_seq: u64,
+    ) -> Self {
+        let order = plan.gather_order();
+        let wire = lowering.wire();
+        let bytes: Vec<u64> = order.iter().map(|bucket| wire[bucket.0 as usize].gather_bytes).collect();
+        let sequence = Sequence::new(order.to_vec(), wire, lowering.small_bytes(), first_seq);
+        let bucket = |b: &crate::plan::BucketPlan| {
+            Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone())
+        };
+        Self {
+            buckets: plan.buckets().iter().map(bucket).collect(),
+            prehook: PreHook::new(order.to_vec(), bytes, config.overlap, config.credits, plan.ranks() > 1),
+            optimizer: Optimizer::new(config.groups.clone(), order.to_vec()),
+            communicator: Communicator::new(sequence, order.len(), config.check_order_every),
+            supervisor: Supervisor::new(rank, plan.ranks()),
+        }
+    }
+}

@@ -1,0 +1,345 @@
+//! The optimizer: when all shards are reduced, one verdict, then fused Adam per bucket by place.
+//!
+//! Owns the groups' hyperparameters and their step counts t. Hears from the executor (step), the buckets (shard reduced),
+//! the communicator (the small all-gather is issued) and the device (verdict). Enqueues, in this order: norm partials
+//! behind each reduce (edge E2), the fold behind all partials, the verdict behind the small all-gather, and Adam of every
+//! bucket behind the last reads of the version it overwrites (edge E3). Adam reads the verdict on the device; the host is
+//! told before it lets gathers go.
+//!
+//! A skipped step changes no parameter, no moment and no t (SPEC T7).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use gatherflow_kernels::Event;
+use gatherflow_kernels::adam::AdamRow;
+use gatherflow_kernels::verdict::{HostVerdict, StepReport};
+
+use crate::action::{Action, Edge, Letter, Machine, Op, Publication, StepOutcome, WrongTransition};
+use crate::bucket::BucketMsg;
+use crate::communicator::CommunicatorMsg;
+use crate::plan::{BucketId, ParamId};
+use crate::prehook::PreHookMsg;
+
+/// The hyperparameters of one optimizer group that do not change from step to step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Group {
+    /// Decay of the two moments.
+    pub betas: (f64, f64),
+    /// Added to the root of the second moment; above 0.
+    pub eps: f64,
+    /// Weight decay.
+    pub weight_decay: f64,
+    /// Decoupled weight decay (AdamW).
+    pub decoupled: bool,
+}
+
+impl Default for Group {
+    fn default() -> Self {
+        Self { betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.01, decoupled: true }
+    }
+}
+
+/// The learning rates of one group for every t that this step may turn out to have.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LrRow {
+    /// The t of `values[0]`; the first step ever has t = 1.
+    pub first_t: u64,
+    /// One learning rate per t.
+    pub values: Vec<f64>,
+}
+
+impl LrRow {
+    /// The same learning rate whatever t is.
+    pub fn constant(lr: f64) -> Self {
+        Self { first_t: 1, values: vec![lr] }
+    }
+
+    /// The learning rate at `t`; beyond the row its nearest end.
+    pub fn at(&self, t: u64) -> f64 {
+        let index = t.saturating_sub(self.first_t).min(self.values.len().saturating_sub(1) as u64);
+        self.values.get(index as usize).copied().unwrap_or(0.0)
+    }
+}
+
+/// A bucket whose gradients were not all reported when `step` was called.
+#[derive(Clone, Debug)]
+pub struct CloseBucket {
+    /// Which bucket.
+    pub bucket: BucketId,
+    /// Parameters that nobody wrote.
+    pub zero: Vec<ParamId>,
+    /// Behind the last writes of the others.
+    pub writes: Vec<Event>,
+}
+
+/// What the executor says with `step`.
+#[derive(Clone, Debug)]
+pub struct StepStart {
+    /// The number of steps before it.
+    pub step: u64,
+    /// Learning rates per group.
+    pub lrs: Vec<LrRow>,
+    /// What only the host knows.
+    pub host: HostVerdict,
+    /// Buckets that still wait for gradients, in reduce order.
+    pub close: Vec<CloseBucket>,
+    /// Behind the last reads of the old version, one per reader stream.
+    pub readers: Arc<[Event]>,
+}
+
+/// What the optimizer hears.
+#[derive(Clone, Debug)]
+pub enum OptimizerMsg {
+    /// Executor: `step` was called.
+    Step(Box<StepStart>),
+    /// Bucket: its reduce was issued.
+    ShardReduced {
+        /// The step.
+        step: u64,
+        /// Which bucket.
+        bucket: BucketId,
+        /// Behind the reduce.
+        event: Event,
+    },
+    /// Own feedback: norm partials were enqueued.
+    PartialsEnqueued,
+    /// Own feedback: the fold was enqueued.
+    Folded {
+        /// Behind it.
+        event: Event,
+    },
+    /// Communicator: the small all-gather was issued.
+    SmallIssued {
+        /// The step.
+        step: u64,
+        /// Behind it.
+        event: Event,
+    },
+    /// Own feedback: the verdict was enqueued.
+    Judged {
+        /// The step.
+        step: u64,
+        /// Behind it.
+        event: Event,
+    },
+    /// Own feedback: Adam of a bucket was enqueued.
+    AdamEnqueued {
+        /// Which bucket.
+        bucket: BucketId,
+        /// Behind it.
+        event: Event,
+    },
+    /// Device: the verdict is known.
+    Verdict {
+        /// The step.
+        step: u64,
+        /// What the device left.
+        report: Box<StepReport>,
+    },
+}
+
+/// Where a step stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    /// Shards come in; `step` may or may not have been called.
+    Reducing,
+    /// All partials are enqueued and folded; the small all-gather was asked for.
+    Exchanging,
+    /// Verdict and Adam are enqueued; the host does not know the verdict yet.
+    Judging,
+}
+
+/// The state machine of the optimizer.
+#[derive(Debug)]
+pub struct Optimizer {
+    groups: Vec<Group>,
+    t: Vec<u64>,
+    /// Buckets in gather order: the order of Adam.
+    order: Vec<BucketId>,
+    step: u64,
+    phase: Phase,
+    reduced: usize,
+    /// What `step` said, until it is used up.
+    start: Option<Box<StepStart>>,
+    /// Steps called before the one before them was judged.
+    next: VecDeque<Box<StepStart>>,
+    lrs: Vec<f64>,
+    adam: Vec<(BucketId, Event)>,
+    readers: Arc<[Event]>,
+}
+
+impl Optimizer {
+    /// An optimizer over buckets in gather order.
+    pub fn new(groups: Vec<Group>, order: Vec<BucketId>) -> Self {
+        Self {
+            t: vec![0; groups.len()],
+            groups,
+            adam: Vec::with_capacity(order.len()),
+            order,
+            step: 0,
+            phase: Phase::Reducing,
+            reduced: 0,
+            start: None,
+            next: VecDeque::new(),
+            lrs: Vec::new(),
+            readers: Arc::from([]),
+        }
+    }
+
+    /// Successful steps so far, per group.
+    pub fn t(&self) -> &[u64] {
+        &self.t
+    }
+
+    fn wrong(&self, message: &OptimizerMsg) -> WrongTransition {
+        WrongTransition {
+            actor: "optimizer actor",
+            bucket: None,
+            state: format!(
+                "step {}, {:?}, {} of {} shards reduced, step {}called",
+                self.step,
+                self.phase,
+                self.reduced,
+                self.order.len(),
+                if self.start.is_some() { "" } else { "not " }
+            ),
+            message: format!("{message:?}"),
+        }
+    }
+
+    fn begin(&mut self, mut start: Box<StepStart>, actions: &mut Vec<Action>) {
+        for close in std::mem::take(&mut start.close) {
+            actions.push(Action::Send(Letter::Bucket(
+                close.bucket,
+                BucketMsg::Close { step: self.step, zero: close.zero, writes: close.writes },
+            )));
+        }
+        self.start = Some(start);
+        self.fold_if_complete(actions);
+    }
+
+    /// Once every shard is reduced and `step` was called: this rank's record, for the small all-gather.
+    fn fold_if_complete(&mut self, actions: &mut Vec<Action>) {
+        if self.reduced < self.order.len() {
+            return;
+        }
+        let Some(start) = &self.start else { return };
+        self.phase = Phase::Exchanging;
+        actions.push(Action::Enqueue { op: Op::Fold { host: start.host }, after: Vec::new() });
+    }
+
+    /// One row of scalars per group, for the t that this step has if it is updated.
+    fn rows(&self) -> Arc<[AdamRow]> {
+        self.groups
+            .iter()
+            .zip(&self.t)
+            .zip(&self.lrs)
+            .map(|((group, t), lr)| {
+                AdamRow::new(*lr, group.betas, group.eps, group.weight_decay, group.decoupled, t + 1)
+            })
+            .collect()
+    }
+
+    fn judged(&mut self, event: Event, actions: &mut Vec<Action>) {
+        self.phase = Phase::Judging;
+        actions.push(Action::WhenVerdict { event, step: self.step });
+        if let Some(start) = self.start.take() {
+            self.lrs = start.lrs.iter().zip(&self.t).map(|(row, t)| row.at(t + 1)).collect();
+            self.readers = start.readers;
+        }
+        let rows = self.rows();
+        let readers: Vec<_> = self.readers.iter().map(|event| (Edge::E3, event.clone())).collect();
+        for &bucket in &self.order {
+            actions
+                .push(Action::Enqueue { op: Op::Adam { bucket, rows: rows.clone() }, after: readers.clone() });
+        }
+    }
+
+    fn finish(&mut self, report: StepReport, actions: &mut Vec<Action>) {
+        let version = self.step + 1;
+        let updated = report.updated;
+        if updated {
+            for t in &mut self.t {
+                *t += 1;
+            }
+        }
+        for (bucket, adam) in self.adam.drain(..) {
+            let message = if updated {
+                BucketMsg::Updated { version, adam, readers: self.readers.clone() }
+            } else {
+                BucketMsg::Skipped { version, adam }
+            };
+            actions.push(Action::Send(Letter::Bucket(bucket, message)));
+        }
+        actions.push(Action::Send(Letter::Communicator(CommunicatorMsg::Verdict { step: self.step, updated })));
+        actions.push(Action::Send(Letter::PreHook(PreHookMsg::StepFinished { version, updated })));
+        actions.push(Action::Publish(Publication::Outcome(Arc::new(StepOutcome {
+            step: self.step,
+            report,
+            lrs: std::mem::take(&mut self.lrs),
+            t: self.t.clone(),
+        }))));
+        self.step = version;
+        self.phase = Phase::Reducing;
+        self.reduced = 0;
+        if let Some(next) = self.next.pop_front() {
+            self.begin(next, actions);
+        }
+    }
+}
+
+impl Machine for Optimizer {
+    type Msg = OptimizerMsg;
+
+    fn on(&mut self, message: OptimizerMsg, actions: &mut Vec<Action>) -> Result<(), WrongTransition> {
+        match (message, self.phase) {
+            (OptimizerMsg::Step(start), Phase::Reducing) if start.step == self.step && self.start.is_none() => {
+                self.begin(start, actions);
+            }
+            (OptimizerMsg::Step(start), _) if start.step == self.step + 1 + self.next.len() as u64 => {
+                self.next.push_back(start);
+            }
+            (OptimizerMsg::ShardReduced { step, bucket, event }, Phase::Reducing)
+                if step == self.step && self.reduced < self.order.len() =>
+            {
+                self.reduced += 1;
+                actions.push(Action::Enqueue { op: Op::NormPartials { bucket }, after: vec![(Edge::E2, event)] });
+                self.fold_if_complete(actions);
+            }
+            (OptimizerMsg::PartialsEnqueued, Phase::Reducing | Phase::Exchanging) => {}
+            (OptimizerMsg::Folded { event }, Phase::Exchanging) => {
+                actions.push(Action::Send(Letter::Communicator(CommunicatorMsg::Small {
+                    step: self.step,
+                    after: vec![(Edge::E2, event)],
+                })));
+            }
+            (OptimizerMsg::SmallIssued { step, event }, Phase::Exchanging) if step == self.step => {
+                actions.push(Action::Enqueue { op: Op::Verdict { step }, after: vec![(Edge::E2, event)] });
+            }
+            (OptimizerMsg::Judged { step, event }, Phase::Exchanging) if step == self.step => {
+                self.judged(event, actions);
+            }
+            (OptimizerMsg::AdamEnqueued { bucket, event }, Phase::Judging) if self.adam.len() < self.order.len() => {
+                self.adam.push((bucket, event));
+            }
+            (OptimizerMsg::Verdict { step, report }, Phase::Judging)
+                if step == self.step && self.adam.len() == self.order.len() =>
+            {
+                self.finish(*report, actions);
+            }
+            (message, _) => return Err(self.wrong(&message)),
+        }
+        Ok(())
+    }
+
+    fn enqueued(op: Op, event: Event) -> Option<OptimizerMsg> {
+        match op {
+            Op::NormPartials { .. } => Some(OptimizerMsg::PartialsEnqueued),
+            Op::Fold { .. } => Some(OptimizerMsg::Folded { event }),
+            Op::Verdict { step } => Some(OptimizerMsg::Judged { step, event }),
+            Op::Adam { bucket, .. } => Some(OptimizerMsg::AdamEnqueued { bucket, event }),
+            Op::ZeroGradients { .. } => None,
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Refuses what cannot be planned, before anything is laid out. What passes here cannot fail or overflow later.
+
+use std::collections::HashMap;
+
+use gatherflow_kernels::DType;
+
+use super::error::PlanError;
+use super::ids::ParamId;
+use super::input::{Bucketing, ParamSpec, PlanInput, ShardGroup};
+use super::layout;
+
+/// More ranks than any job has; keeps every alignment far from overflow.
+const MOST_RANKS: usize = 1 << 20;
+
+/// Parameters and units are numbered in 32 bits, with room for "none".
+const MOST_IDS: usize = (u32::MAX - 1) as usize;
+
+/// Bytes that one padded element may take over all allocations of a rank: parameter, gradient, reduced shard, master
+/// and two moments, each at most 4.
+const BYTES_PER_ELEMENT: u128 = 24;
+
+pub(super) fn check(input: &PlanInput) -> Result<(), PlanError> {
+    counts(input)?;
+    match input.bucketing {
+        Bucketing::Size(0) => return Err(PlanError::ZeroBucketSize),
+        Bucketing::Count(0) => return Err(PlanError::ZeroBuckets),
+        Bucketing::Default | Bucketing::Size(_) | Bucketing::Count(_) | Bucketing::Whole => {}
+    }
+    names(&input.params)?;
+    input.params.iter().try_for_each(|param| parameter(param, input))?;
+    sizes(input)?;
+    uses(input)?;
+    shared_copies(&input.params)
+}
+
+fn counts(input: &PlanInput) -> Result<(), PlanError> {
+    if input.ranks == 0 {
+        return Err(PlanError::NoRanks);
+    }
+    if input.chunks.is_empty() {
+        return Err(PlanError::NoUnits);
+    }
+    if let Some(chunk) = input.chunks.iter().position(|c| c.units.is_empty()) {
+        return Err(if input.chunks.len() == 1 { PlanError::NoUnits } else { PlanError::EmptyChunk { chunk } });
+    }
+    let units = input.chunks.iter().map(|c| c.units.len()).sum();
+    let limits =
+        [("ranks", input.ranks, MOST_RANKS), ("parameters", input.params.len(), MOST_IDS), ("units", units, MOST_IDS)];
+    match limits.into_iter().find(|(_, count, most)| count > most) {
+        Some((what, count, most)) => Err(PlanError::TooMany { what, count, most }),
+        None => Ok(()),
+    }
+}
+
+fn names(params: &[ParamSpec]) -> Result<(), PlanError> {
+    let mut seen = HashMap::with_capacity(params.len());
+    for (index, param) in params.iter().enumerate() {
+        let second = ParamId::from_index(index);
+        if let Some(first) = seen.insert(param.name.as_str(), second) {
+            return Err(PlanError::RegisteredTwice { name: param.name.clone(), first, second });
+        }
+    }
+    Ok(())
+}
+
+fn parameter(param: &ParamSpec, input: &PlanInput) -> Result<(), PlanError> {
+    let name = || param.name.clone();
+    if param.shape.is_empty() || param.shape.contains(&0) {
+        return Err(PlanError::EmptyShape { name: name(), shape: param.shape.clone() });
+    }
+    if param.chunk >= input.chunks.len() {
+        return Err(PlanError::ChunkOutOfRange { name: name(), chunk: param.chunk, chunks: input.chunks.len() });
+    }
+    if let ShardGroup::Named(group) = &param.shard_group {
+        return Err(PlanError::ShardGroup { name: name(), group: group.clone() });
+    }
+    if !param.trainable {
+        return Ok(());
+    }
+    if param.group >= input.groups {
+        return Err(PlanError::GroupOutOfRange { name: name(), group: param.group, groups: input.groups });
+    }
+    match (param.dtype, param.grad_dtype) {
+        (DType::F32, DType::F32 | DType::Bf16 | DType::F16)
+        | (DType::Bf16, DType::F32 | DType::Bf16)
+        | (DType::F16, DType::F32 | DType::F16) => Ok(()),
+        (dtype, grad_dtype) => Err(PlanError::DTypes { name: name(), dtype, grad_dtype }),
+    }
+}
+
+/// Every parameter padded as if it closed a bucket, in every allocation, must still be addressable.
+fn sizes(input: &PlanInput) -> Result<(), PlanError> {
+    let end_align = layout::end_alignment(input.ranks, input.alignment) as u128;
+    let mut elements = 0_u128;
+    for param in &input.params {
+        let numel = param.shape.iter().try_fold(1_u128, |n, &dim| n.checked_mul(dim as u128));
+        elements = numel.map_or(u128::MAX, |n| elements.saturating_add(n).saturating_add(end_align));
+        if elements.saturating_mul(BYTES_PER_ELEMENT) > isize::MAX as u128 {
+            return Err(PlanError::TooLarge { name: param.name.clone(), shape: param.shape.clone() });
+        }
+    }
+    Ok(())
+}
+
+fn uses(input: &PlanInput) -> Result<(), PlanError> {
+    let mut used = vec![false; input.params.len()];
+    for (chunk, units) in input.chunks.iter().map(|c| &c.units).enumerate() {
+        for unit in units {
+            for &param in &unit.params {
+                let Some(used) = used.get_mut(param.index()) else {
+                    let (unit, params) = (unit.name.clone(), input.params.len());
+                    return Err(PlanError::UnknownParam { unit, chunk, param, params });
+                };
+                *used = true;
+            }
+        }
+    }
+    match used.iter().position(|used| !used) {
+        Some(index) => Err(PlanError::UsedByNoUnit { name: input.params[index].name.clone() }),
+        None => Ok(()),
+    }
+}
+
+fn shared_copies(params: &[ParamSpec]) -> Result<(), PlanError> {
+    let mut firsts: HashMap<&str, &ParamSpec> = HashMap::new();
+    for other in params {
+        let Some(shared) = &other.shared else { continue };
+        let first = *firsts.entry(shared).or_insert(other);
+        let differs = [
+            ("shape", first.shape != other.shape),
+            ("dtype", first.dtype != other.dtype),
+            ("trainable", first.trainable != other.trainable),
+            ("group", first.trainable && first.group != other.group),
+        ];
+        if let Some((what, _)) = differs.into_iter().find(|(_, differs)| *differs) {
+            let (first, other) = (first.name.clone(), other.name.clone());
+            return Err(PlanError::SharedDiffer { shared: shared.clone(), first, other, what });
+        }
+    }
+    Ok(())
+}

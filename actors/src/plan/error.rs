@@ -1,0 +1,151 @@
+//! What can be wrong with a model or a cut, each naming the thing and what to do about it.
+
+use gatherflow_kernels::DType;
+
+use super::ids::ParamId;
+
+/// Why there is no plan.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanError {
+    /// d is 0.
+    #[error("0 ranks: a plan needs at least one rank")]
+    NoRanks,
+    /// More of something than ids can number.
+    #[error("{count} {what} are too many: at most {most} are supported")]
+    TooMany {
+        /// Ranks, parameters or units.
+        what: &'static str,
+        /// How many there are.
+        count: usize,
+        /// How many there may be.
+        most: usize,
+    },
+    /// No chunk at all.
+    #[error("the model has no units: register at least one chunk with one unit, in forward order")]
+    NoUnits,
+    /// A chunk without units.
+    #[error("chunk {chunk} has no units: register what the executor enters, or leave the chunk out")]
+    EmptyChunk {
+        /// Which chunk.
+        chunk: usize,
+    },
+    /// Two parameters of one name.
+    #[error(
+        "parameter `{name}` is registered twice (as {first} and {second}): register it once and list it in every unit that uses it"
+    )]
+    RegisteredTwice {
+        /// The name.
+        name: String,
+        /// The first registration.
+        first: ParamId,
+        /// The second one.
+        second: ParamId,
+    },
+    /// No dimensions, or one that is 0.
+    #[error(
+        "parameter `{name}` has shape {shape:?}, which holds no element: give every dimension at least 1 (a scalar is [1]) or leave it out"
+    )]
+    EmptyShape {
+        /// Which parameter.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// The buffers cannot be addressed any more.
+    #[error(
+        "parameter `{name}` of shape {shape:?} makes the buffers larger than this machine can address: check its shape"
+    )]
+    TooLarge {
+        /// The parameter at which it happens.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A parameter that nobody would ever wait for.
+    #[error("parameter `{name}` is used by no unit: list it in every unit that uses it, or leave it out")]
+    UsedByNoUnit {
+        /// Which parameter.
+        name: String,
+    },
+    /// A unit lists a parameter that was never registered.
+    #[error("unit `{unit}` of chunk {chunk} uses {param}, but only {params} are registered: register it first")]
+    UnknownParam {
+        /// Which unit.
+        unit: String,
+        /// Its chunk.
+        chunk: usize,
+        /// What it lists.
+        param: ParamId,
+        /// How many parameters there are.
+        params: usize,
+    },
+    /// An optimizer group that does not exist.
+    #[error("parameter `{name}` is in group {group}, but there are {groups} groups: groups count from 0")]
+    GroupOutOfRange {
+        /// Which parameter.
+        name: String,
+        /// Its group.
+        group: usize,
+        /// How many groups there are.
+        groups: usize,
+    },
+    /// A chunk that does not exist.
+    #[error("parameter `{name}` is registered in chunk {chunk}, but there are {chunks} chunks: chunks count from 0")]
+    ChunkOutOfRange {
+        /// Which parameter.
+        name: String,
+        /// Its chunk.
+        chunk: usize,
+        /// How many chunks there are.
+        chunks: usize,
+    },
+    /// A pair of element types that is not supported.
+    #[error(
+        "parameter `{name}` is {dtype} with {grad_dtype} gradients: use f32 gradients, or gradients of the parameter's own type"
+    )]
+    DTypes {
+        /// Which parameter.
+        name: String,
+        /// Its element type.
+        dtype: DType,
+        /// The element type of its gradient.
+        grad_dtype: DType,
+    },
+    /// Shard groups are not there yet.
+    #[error("parameter `{name}` names shard group `{group}`: only all ranks are supported, leave the group out")]
+    ShardGroup {
+        /// Which parameter.
+        name: String,
+        /// The group it names.
+        group: String,
+    },
+    /// Copies of one weight that could not stay equal.
+    #[error(
+        "parameters `{first}` and `{other}` are copies of shared weight `{shared}` but differ in {what}: make it equal"
+    )]
+    SharedDiffer {
+        /// The name of the shared weight.
+        shared: String,
+        /// Its first copy.
+        first: String,
+        /// The copy that differs.
+        other: String,
+        /// Shape, dtype, group or trainable.
+        what: &'static str,
+    },
+    /// A bucket size of 0.
+    #[error("a bucket size of 0 elements: give at least 1, or leave it out for the default")]
+    ZeroBucketSize,
+    /// No buckets asked for.
+    #[error("0 buckets: give at least 1, or leave the number out for the default bucket size")]
+    ZeroBuckets,
+    /// Two ranks have planned different models.
+    #[error("this rank and rank {rank} disagree about {what}: start all ranks with the same model and configuration")]
+    Differs {
+        /// The other rank.
+        rank: usize,
+        /// What is the first thing to differ.
+        what: String,
+    },
+}

@@ -1,0 +1,126 @@
+//! What a plan is made from: the model as the runtime registered it, and how to cut it.
+
+use gatherflow_kernels::DType;
+
+use super::ids::ParamId;
+
+/// Everything a plan depends on. Two ranks with equal inputs have equal plans.
+#[derive(Clone, Debug)]
+pub struct PlanInput {
+    /// d: the number of ranks that share one set of shards.
+    pub ranks: usize,
+    /// Model chunks in forward order.
+    pub chunks: Vec<ChunkSpec>,
+    /// Parameters in registration order, which is forward order. [`ParamId`]s are indices into it.
+    pub params: Vec<ParamSpec>,
+    /// Number of optimizer groups.
+    pub groups: usize,
+    /// How buffers are cut into buckets.
+    pub bucketing: Bucketing,
+    /// Where buckets may end.
+    pub alignment: Alignment,
+    /// This rank among the model-parallel ranks: the norm counts a parameter that is not tensor-parallel on 0 only
+    /// (SPEC T2a). It does not change the layout.
+    pub model_parallel_rank: usize,
+}
+
+/// A model chunk: its units in forward order.
+#[derive(Clone, Debug, Default)]
+pub struct ChunkSpec {
+    /// Units in forward order.
+    pub units: Vec<UnitSpec>,
+}
+
+/// What the executor enters at once.
+#[derive(Clone, Debug)]
+pub struct UnitSpec {
+    /// For reports and errors.
+    pub name: String,
+    /// The parameters it uses, in any order. Other units may use them too. Repeating one has no effect.
+    pub params: Vec<ParamId>,
+}
+
+/// One parameter as registered.
+#[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools)]
+pub struct ParamSpec {
+    /// Unique among all parameters.
+    pub name: String,
+    /// At least one dimension, each at least 1 (a scalar is `[1]`).
+    pub shape: Vec<usize>,
+    /// Element type of the parameter.
+    pub dtype: DType,
+    /// Element type of its gradient. Unread where the parameter is frozen.
+    pub grad_dtype: DType,
+    /// Optimizer group, `0..groups`. Unread where the parameter is frozen.
+    pub group: usize,
+    /// Frozen parameters are in no bucket; they have memory of their own.
+    pub trainable: bool,
+    /// Gets a bucket of its own (SPEC L10).
+    pub shared_embedding: bool,
+    /// Each model-parallel rank holds another part of it, so each counts in the norm.
+    pub tensor_parallel: bool,
+    /// Copies of one weight carry the same name here; the norm counts the first (SPEC T0, T2a).
+    pub shared: Option<String>,
+    /// Which ranks share its shards.
+    pub shard_group: ShardGroup,
+    /// The chunk in which it was first registered.
+    pub chunk: usize,
+}
+
+impl ParamSpec {
+    /// A trainable parameter of chunk 0 and group 0 with f32 gradients and no marks.
+    pub fn new(name: impl Into<String>, shape: impl Into<Vec<usize>>, dtype: DType) -> Self {
+        Self {
+            name: name.into(),
+            shape: shape.into(),
+            dtype,
+            grad_dtype: DType::F32,
+            group: 0,
+            trainable: true,
+            shared_embedding: false,
+            tensor_parallel: false,
+            shared: None,
+            shard_group: ShardGroup::AllRanks,
+            chunk: 0,
+        }
+    }
+}
+
+/// Which ranks share the shards of a parameter (SPEC L2).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ShardGroup {
+    /// All d ranks.
+    #[default]
+    AllRanks,
+    /// A smaller group, by name (experts). Refused so far.
+    Named(String),
+}
+
+/// How a buffer is cut into buckets. It never depends on mode, stage or chunk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Bucketing {
+    /// A bucket size of max(40 000 000, 1 000 000 x d) elements.
+    #[default]
+    Default,
+    /// A bucket closes once it holds at least this many elements, alignment gaps counted.
+    Size(usize),
+    /// The bucket size that gives about this many buckets: the 64-aligned sizes of all parameters, divided by it and
+    /// rounded up. Since parameters are never split there may be fewer.
+    Count(usize),
+    /// One bucket per buffer.
+    Whole,
+}
+
+/// Where buckets may end. Parameters always start at multiples of 64 elements.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Alignment {
+    /// Multiples of lcm(d, 128) elements.
+    #[default]
+    Standard,
+    /// Multiples of lcm(d, 128, 65 536) elements, for NCCL's bandwidth.
+    Bandwidth,
+}

@@ -1,0 +1,191 @@
+//! What ranks compare at start-up: whether they have planned the same model, and if not, what differs first.
+//!
+//! Hashes are 64-bit FNV-1a over a fixed encoding (little-endian words, strings with their length in front), equal on
+//! every machine. This rank's own numbers (rank, model-parallel rank) are not in it.
+
+use super::error::PlanError;
+use super::layout::end_alignment;
+use super::{Home, ParamPlan, Plan, Rank};
+
+/// The part of a plan that ranks compare.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Summary {
+    /// d.
+    pub ranks: u64,
+    /// Number of optimizer groups.
+    pub groups: u64,
+    /// Elements at which a bucket closes.
+    pub bucket_size: u64,
+    /// Bucket ends are multiples of this many elements.
+    pub end_align: u64,
+    /// One hash per parameter: name, shape, types, group, marks, chunk.
+    pub params: Vec<u64>,
+    /// One hash per unit: chunk, name, parameters.
+    pub units: Vec<u64>,
+    /// Hash of all buckets, all parameters' places in them, and the gather order.
+    pub layout: u64,
+}
+
+impl Summary {
+    /// One number for all of it.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hash = Fnv::new();
+        let heads = [self.ranks, self.groups, self.bucket_size, self.end_align, self.layout];
+        hash.words(heads);
+        for list in [&self.params, &self.units] {
+            hash.word(list.len() as u64);
+            hash.words(list.iter().copied());
+        }
+        hash.0
+    }
+}
+
+impl Plan {
+    /// What this rank compares with the others.
+    pub fn summary(&self) -> Summary {
+        let mut layout = Fnv::new();
+        for bucket in &self.buckets {
+            let words = [bucket.buffer.index(), bucket.range.start, bucket.range.end, bucket.place.index()];
+            layout.words(words.map(|word| word as u64));
+        }
+        for param in &self.params {
+            let (range, bucket) = (param.home.range(), param.home.bucket());
+            let words = [bucket.map_or(u64::MAX, |b| u64::from(b.0)), range.start as u64, range.end as u64];
+            layout.words(words);
+        }
+        layout.words(self.order.iter().map(|bucket| u64::from(bucket.0)));
+        let units = self.units.iter().map(|unit| {
+            let mut hash = Fnv::new();
+            hash.word(unit.chunk as u64);
+            hash.text(&unit.name);
+            hash.words(unit.params.iter().map(|param| u64::from(param.0)));
+            hash.0
+        });
+        Summary {
+            ranks: self.ranks as u64,
+            groups: self.groups as u64,
+            bucket_size: self.bucket_size as u64,
+            end_align: end_alignment(self.ranks, self.alignment) as u64,
+            params: self.params.iter().map(param_hash).collect(),
+            units: units.collect(),
+            layout: layout.0,
+        }
+    }
+
+    /// A number that is equal on ranks with the same plan, and hardly ever otherwise. It does not depend on the rank.
+    pub fn fingerprint(&self) -> u64 {
+        self.summary().fingerprint()
+    }
+
+    /// Compares this plan with what another rank says of its own.
+    ///
+    /// # Errors
+    /// [`PlanError::Differs`] names the rank and the first thing that differs: a number of the configuration, else a
+    /// parameter, else a unit.
+    pub fn agrees_with(&self, rank: Rank, other: &Summary) -> Result<(), PlanError> {
+        let own = self.summary();
+        if own == *other {
+            return Ok(());
+        }
+        let numbers = [
+            ("the number of ranks", own.ranks, other.ranks),
+            ("the number of optimizer groups", own.groups, other.groups),
+            ("the alignment of bucket ends", own.end_align, other.end_align),
+        ];
+        let differs = |what: String| Err(PlanError::Differs { rank: rank.0, what });
+        if let Some((what, here, there)) = numbers.into_iter().find(|(_, here, there)| here != there) {
+            return differs(format!("{what} ({here} here, {there} there)"));
+        }
+        if let Some(at) = first_difference(&own.params, &other.params) {
+            return differs(match self.params.get(at) {
+                Some(param) if at < other.params.len() => {
+                    format!("parameter {at} (here `{}`, shape {:?}, {})", param.name, param.shape, param.dtype)
+                }
+                Some(param) => format!("the number of parameters (there is no `{}` there)", param.name),
+                None => format!("the number of parameters ({at} here, {} there)", other.params.len()),
+            });
+        }
+        if let Some(at) = first_difference(&own.units, &other.units) {
+            return differs(match self.units.get(at) {
+                Some(unit) if at < other.units.len() => format!("unit {at} (here `{}`) or what it uses", unit.name),
+                Some(unit) => format!("the number of units (there is no `{}` there)", unit.name),
+                None => format!("the number of units ({at} here, {} there)", other.units.len()),
+            });
+        }
+        if own.bucket_size != other.bucket_size {
+            return differs(format!("the bucket size ({} here, {} there)", own.bucket_size, other.bucket_size));
+        }
+        differs("how the same model is laid out (another version of this library?)".into())
+    }
+}
+
+/// The first index at which two lists differ; the end of the shorter one counts.
+fn first_difference(a: &[u64], b: &[u64]) -> Option<usize> {
+    let common = a.iter().zip(b).position(|(a, b)| a != b);
+    common.or_else(|| (a.len() != b.len()).then(|| a.len().min(b.len())))
+}
+
+fn param_hash(param: &ParamPlan) -> u64 {
+    let mut hash = Fnv::new();
+    hash.text(&param.name);
+    hash.word(param.shape.len() as u64);
+    hash.words(param.shape.iter().map(|&dim| dim as u64));
+    hash.text(param.dtype.name());
+    hash.word(param.chunk as u64);
+    hash.word(u64::from(param.shared_embedding) | u64::from(param.tensor_parallel) << 1);
+    match &param.shared {
+        Some(shared) => hash.text(shared),
+        None => hash.word(u64::MAX),
+    }
+    // Gradient type and group of a frozen parameter are never read.
+    match param.home {
+        Home::Frozen { .. } => hash.word(u64::MAX),
+        Home::Bucket { .. } => {
+            hash.text(param.grad_dtype.name());
+            hash.word(param.group as u64);
+        }
+    }
+    hash.0
+}
+
+/// 64-bit FNV-1a.
+struct Fnv(u64);
+
+impl Fnv {
+    const fn new() -> Self {
+        Self(0xcbf2_9ce4_8422_2325)
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        for byte in bytes {
+            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+        }
+    }
+
+    fn word(&mut self, word: u64) {
+        self.bytes(&word.to_le_bytes());
+    }
+
+    fn words(&mut self, words: impl IntoIterator<Item = u64>) {
+        for word in words {
+            self.word(word);
+        }
+    }
+
+    fn text(&mut self, text: &str) {
+        self.word(text.len() as u64);
+        self.bytes(text.as_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Fnv;
+
+    #[test]
+    fn the_hash_is_fnv_1a() {
+        let mut hash = Fnv::new();
+        hash.bytes(b"foobar");
+        assert_eq!(hash.0, 0x8594_4171_f739_67e8);
+    }
+}

@@ -1,0 +1,301 @@
+//! The forward pre-hook: it knows where the forward pass is and lets gathers go.
+//!
+//! Owns the credits (rule C1): with D gathers demanded (a prefix of the gather order) and I let go, I <= D + credits.
+//! Entering a unit is demand; credits bound how far gathers run ahead of it, in buckets and in bytes. Peer demand (O4), a
+//! flush and the drain before the first reduce count as demand. In mode chain one gather follows the other, each after
+//! the executor's wait on the one before.
+//!
+//! Hears from the executor (demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
+//! communicator (drain) and the supervisor (peer demand). Says to the buckets: gather, in gather order, each once a version.
+
+use crate::action::{Action, Letter, Machine, Op, Publication, WrongTransition};
+use crate::plan::BucketId;
+use crate::supervisor::SupervisorMsg;
+use gatherflow_kernels::Event;
+
+/// What the pre-hook hears.
+#[derive(Clone, Debug)]
+pub enum PreHookMsg {
+    /// Optimizer: the step that made `version` is finished; its gathers may go, if it was updated.
+    StepFinished {
+        /// The new version.
+        version: u64,
+        /// Whether there is anything to gather.
+        updated: bool,
+    },
+    /// Executor: it has entered a unit that needs the first `demanded` gathers of `version`.
+    Demand {
+        /// The version it reads.
+        version: u64,
+        /// A prefix of the gather order.
+        demanded: u32,
+        /// It has to wait, so peers must hear of it (rule O4).
+        announce: bool,
+    },
+    /// Executor, mode chain: its wait on the gather at this position ended.
+    WaitEnded {
+        /// The version it reads.
+        version: u64,
+        /// How many gathers of the order it has waited for.
+        waited: u32,
+    },
+    /// Bucket: its gather was issued.
+    Gathered {
+        /// Which version.
+        version: u64,
+        /// Which bucket.
+        bucket: BucketId,
+    },
+    /// Communicator or executor: let everything go (the first reduce of a step waits for it, or a flush).
+    Drain {
+        /// The version whose gathers are meant.
+        version: u64,
+    },
+    /// Supervisor: a peer waits for the first `demanded` gathers of `version`.
+    PeerDemand {
+        /// Which version.
+        version: u64,
+        /// A prefix of the gather order.
+        demanded: u32,
+    },
+}
+
+/// How gathers overlap with the forward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Overlap {
+    /// The step gathers everything before it returns (SPEC P1).
+    None,
+    /// One gather in flight: each wait that ends starts the next (SPEC P2).
+    Chain,
+    /// As far ahead as credits reach (SPEC P3).
+    Window,
+}
+
+/// How far gathers may run ahead of demand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Credits {
+    /// In buckets, at least 1; `u32::MAX` is unlimited.
+    pub buckets: u32,
+    /// In bytes; a bucket above it goes on demand only.
+    pub bytes: Option<u64>,
+}
+
+/// Who asked for a prefix of the gathers: entries have a point in the executor's stream, others have none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+struct Demand {
+    /// By units that the executor has entered.
+    entered: u32,
+    /// By peers, flushes and drains.
+    forced: u32,
+}
+
+/// The state machine of the pre-hook.
+#[derive(Debug)]
+pub struct PreHook {
+    order: Vec<BucketId>,
+    /// Bytes of the first i gathers.
+    bytes_before: Vec<u64>,
+    mode: Overlap,
+    credits: Credits,
+    announces: bool,
+    /// The newest finished step's version.
+    version: u64,
+    /// That step was updated: there are gathers to let go.
+    open: bool,
+    let_go: u32,
+    demand: Demand,
+    /// Demand for the version after this one, heard before its step finished.
+    early: Demand,
+    waited: u32,
+    announced: u32,
+    issued: u32,
+
+    peak_ahead_bytes: u64,
+}
+
+impl PreHook {
+    /// A pre-hook over the gather order; `bytes` yields the gather size at each position. `announces`: there are peers.
+    pub fn new(order: Vec<BucketId>, bytes: impl IntoIterator<Item = u64>, mode: Overlap, credits: Credits, announces: bool) -> Self {
+        let mut bytes_before = vec![0];
+        for size in bytes {
+            bytes_before.push(bytes_before[bytes_before.len() - 1] + size);
+        }
+        Self {
+            order,
+            bytes_before,
+            mode,
+            credits,
+            announces,
+            version: 0,
+            open: false,
+            let_go: 0,
+            demand: Demand::default(),
+            early: Demand::default(),
+            waited: 0,
+            announced: 0,
+            issued: 0,
+
+            peak_ahead_bytes: 0,
+        }
+    }
+
+    /// The version whose gathers it lets go.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    fn total(&self) -> u32 {
+        self.order.len() as u32
+    }
+
+    fn wrong(&self, message: &PreHookMsg) -> WrongTransition {
+        WrongTransition {
+            actor: "pre-hook actor",
+            bucket: None,
+            state: format!(
+                "version {}, {} of {} let go, {:?}, waited {}",
+                self.version,
+                self.let_go,
+                self.order.len(),
+                self.demand,
+                self.waited
+            ),
+            message: format!("{message:?}"),
+        }
+    }
+
+    /// Remembers a demand; `false` if it is for a version whose gathers are all let go or that is over.
+    fn note(&mut self, version: u64, entered: u32, forced: u32) -> bool {
+        let slot = if version == self.version {
+            &mut self.demand
+        } else if version == self.version + 1 {
+            &mut self.early
+        } else {
+            return false;
+        };
+        slot.entered = slot.entered.max(entered);
+        slot.forced = slot.forced.max(forced);
+        version == self.version
+    }
+
+    /// Lets gathers go as far as demand and credits reach. `by_entry`: an entry is the reason.
+    fn let_go(&mut self, by_entry: bool, actions: &mut Vec<Action>) {
+        if !self.open {
+            return;
+        }
+        let total = self.total();
+        let demanded = self.demand.entered.max(self.demand.forced).min(total);
+        while self.let_go < total {
+            let next = self.let_go;
+            let forced = next < self.demand.forced;
+            // What no entry has to wait for: the start of a version, before anything is demanded.
+            let (goes, free) = match self.mode {
+                Overlap::None => (true, true),
+                Overlap::Chain => (forced || next <= self.waited, next == 0),
+                Overlap::Window => (next < demanded || self.within_credits(demanded), self.within_credits(0)),
+            };
+            if !goes {
+                break;
+            }
+            self.let_go += 1;
+            actions.push(Action::LetGo {
+                bucket: self.order[next as usize],
+                version: self.version,
+                after_entry: by_entry && !forced && !free,
+            });
+        }
+        let ahead = self.ahead_bytes(demanded);
+        if ahead > self.peak_ahead_bytes && self.mode != Overlap::None {
+            self.peak_ahead_bytes = ahead;
+            actions.push(Action::Publish(Publication::PeakAhead(ahead)));
+        }
+    }
+
+    /// Whether one more gather stays within the credits when the first `demanded` are demanded.
+    fn within_credits(&self, demanded: u32) -> bool {
+        let next = self.let_go as usize;
+        let ahead = self.let_go.saturating_sub(demanded);
+        let bytes = self.bytes_before[next + 1] - self.bytes_before[(demanded as usize).min(next)];
+        ahead < self.credits.buckets && self.credits.bytes.is_none_or(|budget| bytes <= budget)
+    }
+
+    /// Bytes let go beyond the first `demanded` gathers.
+    fn ahead_bytes(&self, demanded: u32) -> u64 {
+        self.bytes_before[self.let_go as usize] - self.bytes_before[demanded.min(self.let_go) as usize]
+    }
+}
+
+impl Machine for PreHook {
+    type Msg = PreHookMsg;
+
+    fn on(&mut self, message: PreHookMsg, actions: &mut Vec<Action>) -> Result<(), WrongTransition> {
+        match message {
+            PreHookMsg::StepFinished { version, updated } if version == self.version + 1 => {
+                if self.open && self.let_go < self.total() {
+                    return Err(self.wrong(&message));
+                }
+                self.version = version;
+                self.open = updated;
+                self.let_go = 0;
+                self.issued = 0;
+                self.waited = 0;
+                self.announced = 0;
+                self.demand = std::mem::take(&mut self.early);
+                self.let_go(self.demand.entered > 0, actions);
+            }
+            PreHookMsg::Demand { version, demanded, announce } => {
+                if announce && self.announces && demanded > self.announced && version >= self.version {
+                    if version == self.version {
+                        self.announced = demanded;
+                    }
+                    actions.push(Action::Send(Letter::Supervisor(SupervisorMsg::Demanded { version, demanded })));
+                }
+                if self.note(version, demanded, 0) {
+                    self.let_go(true, actions);
+                }
+            }
+            PreHookMsg::WaitEnded { version, waited } => {
+                if version == self.version {
+                    self.waited = self.waited.max(waited);
+                    self.let_go(true, actions);
+                }
+            }
+            PreHookMsg::PeerDemand { version, demanded } => {
+                if self.note(version, 0, demanded.min(self.total())) {
+                    self.let_go(false, actions);
+                }
+            }
+            PreHookMsg::Drain { version } => {
+                if self.note(version, 0, self.total()) {
+                    self.let_go(false, actions);
+                }
+            }
+            PreHookMsg::Gathered { version, bucket }
+                if version == self.version
+                    && self.issued < self.let_go
+                    && self.order[self.issued as usize] == bucket =>
+            {
+                self.issued += 1;
+            }
+            _ => return Err(self.wrong(&message)),
+        }
+        Ok(())
+    }
+
+    fn waits_for_demand(&self) -> Option<bool> {
+        Some(self.open && self.let_go < self.total())
+    }
+
+    fn catch_up(&self, demand: (u64, u32), waited: (u64, u32)) -> Option<PreHookMsg> {
+        if !self.open || self.let_go == self.total() {
+            return None;
+        }
+        if demand.0 == self.version && demand.1 > self.demand.entered {
+            return Some(PreHookMsg::Demand { version: demand.0, demanded: demand.1, announce: false });
+        }
+        if waited.0 == self.version && waited.1 > self.waited {
+            return Some(PreHookMsg::WaitEnded { version: waited.0, waited: waited.1 });
+        }
+        None
+    }
+}

@@ -1,0 +1,243 @@
+//! The order of all collectives of a rank (rule O1) and its running digest (rule O2).
+//!
+//! A pure function of the plan and the verdicts: per step the reduces by place descending, the small all-gather, and, if
+//! the step was updated, the gathers by place ascending. Nothing here decides *when*; the cursor only says which is next.
+
+use gatherflow_kernels::{CollectiveKey, CollectiveKind, DType};
+
+use crate::plan::BucketId;
+
+/// What one bucket's collectives look like to ranks that compare them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WireBucket {
+    /// Bytes of the reduce.
+    pub reduce_bytes: u64,
+    /// Element type of the reduce.
+    pub reduce_dtype: DType,
+    /// Bytes of the gather.
+    pub gather_bytes: u64,
+    /// Element type of the gather.
+    pub gather_dtype: DType,
+}
+
+/// Which collective comes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Entry {
+    /// The reduce of a bucket in this step.
+    Reduce {
+        /// The step.
+        step: u64,
+        /// Which bucket.
+        bucket: BucketId,
+    },
+    /// The small all-gather of this step.
+    Small {
+        /// The step.
+        step: u64,
+    },
+    /// Unknown until the host knows this step's verdict.
+    AwaitVerdict {
+        /// The step.
+        step: u64,
+    },
+    /// The gather of a bucket at this version.
+    Gather {
+        /// The version.
+        version: u64,
+        /// Which bucket.
+        bucket: BucketId,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    Reduces(u32),
+    Small,
+    Verdict,
+    Gathers(u32),
+}
+
+/// The cursor over the sequence of one rank.
+#[derive(Clone, Debug)]
+pub struct Sequence {
+    /// Buckets in gather order.
+    order: Vec<BucketId>,
+    wire: Vec<WireBucket>,
+    small_bytes: u64,
+    step: u64,
+    phase: Phase,
+    seq: u64,
+    digest: u64,
+}
+
+impl Sequence {
+    /// A cursor at step 0. `wire` is indexed by bucket; `first_seq` is the number of collectives issued before.
+    pub fn new(order: Vec<BucketId>, wire: Vec<WireBucket>, small_bytes: u64, first_seq: u64) -> Self {
+        let phase = if order.is_empty() { Phase::Small } else { Phase::Reduces(0) };
+        Self { order, wire, small_bytes, step: 0, phase, seq: first_seq, digest: FNV_BASIS }
+    }
+
+    /// What is next.
+    pub fn next(&self) -> Entry {
+        match self.phase {
+            Phase::Reduces(i) => {
+                Entry::Reduce { step: self.step, bucket: self.order[self.order.len() - 1 - i as usize] }
+            }
+            Phase::Small => Entry::Small { step: self.step },
+            Phase::Verdict => Entry::AwaitVerdict { step: self.step },
+            Phase::Gathers(i) => Entry::Gather { version: self.step + 1, bucket: self.order[i as usize] },
+        }
+    }
+
+    /// Moves past the next collective and returns what ranks compare; `None` while the verdict is awaited.
+    pub fn advance(&mut self) -> Option<CollectiveKey> {
+        let entry = self.next();
+        let buckets = self.order.len() as u32;
+        let (kind, bucket, bytes, dtype, version) = match entry {
+            Entry::Reduce { step, bucket } => {
+                let wire = self.wire[bucket.0 as usize];
+                (CollectiveKind::Reduce, bucket.0, wire.reduce_bytes, wire.reduce_dtype, step)
+            }
+            Entry::Small { step } => {
+                (CollectiveKind::Small, CollectiveKey::NO_BUCKET, self.small_bytes, DType::F32, step)
+            }
+            Entry::AwaitVerdict { .. } => return None,
+            Entry::Gather { version, bucket } => {
+                let wire = self.wire[bucket.0 as usize];
+                (CollectiveKind::Gather, bucket.0, wire.gather_bytes, wire.gather_dtype, version)
+            }
+        };
+        self.phase = match self.phase {
+            Phase::Reduces(i) if i + 1 < buckets => Phase::Reduces(i + 1),
+            Phase::Reduces(_) => Phase::Small,
+            Phase::Small | Phase::Verdict => Phase::Verdict,
+            Phase::Gathers(i) if i + 1 < buckets => Phase::Gathers(i + 1),
+            Phase::Gathers(_) => self.next_step(),
+        };
+        let key = CollectiveKey { seq: self.seq, kind, bucket, bytes, dtype, version };
+        self.seq += 1;
+        self.digest = digest_of(self.digest, &key);
+        Some(key)
+    }
+
+    /// The verdict of `step`: with it the sequence goes on with gathers or with the next step. `false` if it is not awaited.
+    pub fn verdict(&mut self, step: u64, updated: bool) -> bool {
+        if self.phase != Phase::Verdict || step != self.step {
+            return false;
+        }
+        self.phase = if updated && !self.order.is_empty() { Phase::Gathers(0) } else { self.next_step() };
+        true
+    }
+
+    fn next_step(&mut self) -> Phase {
+        self.step += 1;
+        if self.order.is_empty() { Phase::Small } else { Phase::Reduces(0) }
+    }
+
+    /// The step whose collectives are next.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The running digest of everything issued so far.
+    pub fn digest(&self) -> u64 {
+        self.digest
+    }
+
+    /// How many collectives were issued so far.
+    pub fn issued(&self) -> u64 {
+        self.seq
+    }
+}
+
+const FNV_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
+const FNV_PRIME: u64 = 0x0000_0100_0000_01b3;
+
+/// FNV-1a over the words of an entry: cheap, the same everywhere, and order-sensitive.
+pub fn digest_of(digest: u64, key: &CollectiveKey) -> u64 {
+    let head = (key.kind as u64) << 40 | (key.dtype as u64) << 32 | u64::from(key.bucket);
+    [key.seq, head, key.bytes, key.version].into_iter().fold(digest, |digest, word| {
+        word.to_le_bytes().into_iter().fold(digest, |d, byte| (d ^ u64::from(byte)).wrapping_mul(FNV_PRIME))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sequence(buckets: u32) -> Sequence {
+        let wire = WireBucket {
+            reduce_bytes: 8,
+            reduce_dtype: DType::F32,
+            gather_bytes: 4,
+            gather_dtype: DType::Bf16,
+        };
+        Sequence::new((0..buckets).map(BucketId).collect(), vec![wire; buckets as usize], 128, 0)
+    }
+
+    fn names(sequence: &mut Sequence, verdicts: &[bool]) -> Vec<String> {
+        let mut names = Vec::new();
+        for (step, &updated) in verdicts.iter().enumerate() {
+            loop {
+                while let Some(key) = sequence.advance() {
+                    names.push(match key.kind {
+                        CollectiveKind::Small => "small".to_string(),
+                        kind => format!("{kind:?}{}", key.bucket).to_lowercase(),
+                    });
+                    if sequence.step() > step as u64 {
+                        break;
+                    }
+                }
+                if sequence.step() > step as u64 || !sequence.verdict(step as u64, updated) {
+                    break;
+                }
+                if sequence.step() > step as u64 {
+                    break;
+                }
+            }
+        }
+        names
+    }
+
+    #[test]
+    fn reduces_descend_then_the_small_one_then_gathers_ascend() {
+        let got = names(&mut sequence(3), &[true]);
+        assert_eq!(got, ["reduce2", "reduce1", "reduce0", "small", "gather0", "gather1", "gather2"]);
+    }
+
+    #[test]
+    fn a_skipped_step_has_no_gathers() {
+        let got = names(&mut sequence(2), &[false, true]);
+        assert_eq!(got, ["reduce1", "reduce0", "small", "reduce1", "reduce0", "small", "gather0", "gather1"]);
+    }
+
+    #[test]
+    fn a_rank_without_buckets_still_joins_the_small_all_gather() {
+        assert_eq!(names(&mut sequence(0), &[true, false]), ["small", "small"]);
+    }
+
+    #[test]
+    fn the_digest_tells_order_and_content_apart() {
+        let key = CollectiveKey {
+            seq: 0,
+            kind: CollectiveKind::Reduce,
+            bucket: 1,
+            bytes: 8,
+            dtype: DType::F32,
+            version: 0,
+        };
+        let other = CollectiveKey { bucket: 2, ..key };
+        let forward = digest_of(digest_of(FNV_BASIS, &key), &other);
+        let backward = digest_of(digest_of(FNV_BASIS, &other), &key);
+        assert_ne!(forward, backward);
+        for changed in [
+            CollectiveKey { seq: 1, ..key },
+            CollectiveKey { kind: CollectiveKind::Gather, ..key },
+            CollectiveKey { bytes: 9, ..key },
+            CollectiveKey { dtype: DType::F16, ..key },
+            CollectiveKey { version: 1, ..key },
+        ] {
+            assert_ne!(digest_of(FNV_BASIS, &key), digest_of(FNV_BASIS, &changed));
+        }
+    }
+}

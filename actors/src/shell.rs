@@ -1,0 +1,311 @@
+//! The ractor shells: one thread per rank hosts all its actors on a current-thread runtime.
+//!
+//! A shell gives each message to its machine and carries out the actions. User code never runs here, and nothing here
+//! blocks: the thread must keep hearing deadlines. An actor that fails or panics is reported by ractor to the
+//! supervisor's shell, which poisons everything with that cause; if the thread itself ends, its guard does.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+
+use gatherflow_kernels::{Cause, Failure, FailureKind, clock};
+use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
+
+use crate::action::{Action, Letter, Machine};
+use crate::bucket::{Bucket, BucketMsg};
+use crate::communicator::CommunicatorMsg;
+use crate::hands::{Hands, Post};
+use crate::issuer::Issuer;
+use crate::machines::Machines;
+use crate::optimizer::OptimizerMsg;
+use crate::prehook::PreHookMsg;
+use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, overdue};
+
+/// Where the actors of a rank are. Letters posted before they are spawned are dropped; there are none.
+#[derive(Debug, Default)]
+pub(crate) struct Directory {
+    addresses: OnceLock<Addresses>,
+}
+
+#[derive(Debug)]
+struct Addresses {
+    buckets: Vec<ActorRef<BucketMsg>>,
+    prehook: ActorRef<PreHookMsg>,
+    optimizer: ActorRef<OptimizerMsg>,
+    communicator: ActorRef<CommunicatorMsg>,
+    supervisor: ActorRef<Watch>,
+}
+
+impl Post for Directory {
+    fn post(&self, letter: Letter) {
+        let Some(to) = self.addresses.get() else { return };
+        // An actor that is gone has failed or was closed: its supervisor has told everybody who waits.
+        match letter {
+            Letter::Bucket(bucket, message) => drop(to.buckets[bucket.0 as usize].send_message(message)),
+            Letter::PreHook(message) => drop(to.prehook.send_message(message)),
+            Letter::Optimizer(message) => drop(to.optimizer.send_message(message)),
+            Letter::Communicator(message) => drop(to.communicator.send_message(message)),
+            Letter::Supervisor(message) => drop(to.supervisor.send_message(Watch::Said(message))),
+        }
+    }
+}
+
+/// The state of one shell.
+struct Running<M: Machine> {
+    machine: M,
+    hands: Arc<Hands>,
+    post: Arc<dyn Post>,
+    issuer: Option<Issuer>,
+    actions: Vec<Action>,
+}
+
+impl<M: Machine> Running<M> {
+    fn turn(&mut self, message: M::Msg) -> Result<(), Cause> {
+        self.hands.turn(&mut self.machine, message, &mut self.actions, self.issuer.as_mut(), &self.post)
+    }
+}
+
+/// The shell of every actor but the supervisor.
+struct Shell<M>(std::marker::PhantomData<fn() -> M>);
+
+impl<M: Machine> Actor for Shell<M> {
+    type Msg = M::Msg;
+    type State = Running<M>;
+    type Arguments = Running<M>;
+
+    async fn pre_start(&self, _: ActorRef<M::Msg>, state: Running<M>) -> Result<Running<M>, ActorProcessingErr> {
+        Ok(state)
+    }
+
+    async fn handle(
+        &self,
+        _: ActorRef<M::Msg>,
+        message: M::Msg,
+        state: &mut Running<M>,
+    ) -> Result<(), ActorProcessingErr> {
+        state.turn(message).map_err(|cause| Box::new(Failure::clone(&cause)) as ActorProcessingErr)
+    }
+}
+
+/// What the supervisor's shell hears.
+#[derive(Debug)]
+enum Watch {
+    /// A message for the machine.
+    Said(SupervisorMsg),
+    /// Time passes.
+    Tick,
+    /// The session closed.
+    Stop,
+}
+
+/// The supervisor's shell: it also sees failed actors and the time.
+struct Watching;
+
+struct WatchState {
+    running: Running<Supervisor>,
+    deadlines: Deadlines,
+    /// Per rank: the progress count last seen, and when it last changed.
+    progress: Vec<(u64, u64)>,
+}
+
+impl WatchState {
+    /// A heartbeat, and a look at whether what is outstanding is overdue.
+    fn look(&mut self) -> Option<Cause> {
+        let hands = &self.running.hands;
+        let now = clock::now_ns();
+        hands.control.board().alive_ns.store(now, Ordering::Relaxed);
+        let boards = hands.control.boards();
+        let mut views = Vec::with_capacity(boards.len());
+        for (board, seen) in boards.iter().zip(&mut self.progress) {
+            let count = board.progress.load(Ordering::Relaxed);
+            if count != seen.0 {
+                *seen = (count, now);
+            }
+            views.push(PeerView {
+                issued: board.issued.load(Ordering::SeqCst),
+                left: board.left.load(Ordering::SeqCst),
+                progress_ns: seen.1,
+                alive_ns: board.alive_ns.load(Ordering::Relaxed),
+            });
+        }
+        let (key, since) = hands.oldest_outstanding()?;
+        overdue(&self.deadlines, now, &key, since, hands.control.rank(), &views).map(Arc::new)
+    }
+}
+
+impl Actor for Watching {
+    type Msg = Watch;
+    type State = WatchState;
+    type Arguments = WatchState;
+
+    async fn pre_start(&self, _: ActorRef<Watch>, state: WatchState) -> Result<WatchState, ActorProcessingErr> {
+        Ok(state)
+    }
+
+    async fn handle(&self, me: ActorRef<Watch>, message: Watch, state: &mut WatchState) -> Result<(), ActorProcessingErr> {
+        let said = match message {
+            Watch::Said(said) => Some(said),
+            Watch::Tick => state.look().map(SupervisorMsg::Failed),
+            Watch::Stop => {
+                me.stop_children(None);
+                me.stop(None);
+                None
+            }
+        };
+        if let Some(said) = said
+            && let Err(cause) = state.running.turn(said)
+        {
+            state.running.hands.poison(&cause);
+        }
+        Ok(())
+    }
+
+    async fn handle_supervisor_evt(
+        &self,
+        _: ActorRef<Watch>,
+        event: SupervisionEvent,
+        state: &mut WatchState,
+    ) -> Result<(), ActorProcessingErr> {
+        if let SupervisionEvent::ActorFailed(_, error) = event {
+            let failure = match error.downcast::<Failure>() {
+                Ok(failure) => *failure,
+                Err(other) => {
+                    let rank = state.running.hands.control.rank();
+                    Failure::new(FailureKind::Actor, rank, format!("an actor panicked: {other}"))
+                }
+            };
+            let said = SupervisorMsg::Failed(Arc::new(failure));
+            if let Err(cause) = state.running.turn(said) {
+                state.running.hands.poison(&cause);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The actor thread of one rank.
+#[derive(Debug)]
+pub(crate) struct ActorThread {
+    directory: Arc<Directory>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Poisons when the actor thread ends for whatever reason before it was told to.
+struct Guard(Arc<Hands>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let rank = self.0.control.rank();
+        let cause = Arc::new(Failure::new(FailureKind::Closed, rank, "the engine was closed"));
+        let cause = if std::thread::panicking() {
+            Arc::new(Failure::new(FailureKind::Actor, rank, "the actor thread panicked"))
+        } else {
+            cause
+        };
+        self.0.face.fail(&cause);
+    }
+}
+
+impl ActorThread {
+    /// Starts the thread and its actors; `post` is the directory through which they hear.
+    ///
+    /// # Errors
+    /// If the thread, its runtime or an actor cannot be started.
+    pub(crate) fn start(
+        machines: Machines,
+        hands: &Arc<Hands>,
+        directory: &Arc<Directory>,
+        issuer: Issuer,
+        deadlines: Deadlines,
+    ) -> Result<Self, Cause> {
+        let rank = hands.control.rank();
+        let failed = |reason: String| Arc::new(Failure::new(FailureKind::StartUp, rank, reason));
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .map_err(|e| failed(format!("cannot start the actors' runtime: {e}")))?;
+        let (started, start) = crossbeam_channel::bounded(1);
+        let (thread_hands, thread_directory) = (hands.clone(), directory.clone());
+        let thread = std::thread::Builder::new()
+            .name(format!("gf-actors-{rank}"))
+            .spawn(move || {
+                let guard = Guard(thread_hands.clone());
+                runtime.block_on(async move {
+                    match spawn_all(machines, &thread_hands, &thread_directory, issuer, deadlines).await {
+                        Ok((supervisor, joined)) => {
+                            let _ = started.send(Ok(()));
+                            let mut ticks = tokio::time::interval(deadlines.tick());
+                            ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+                            let mut joined = std::pin::pin!(joined);
+                            loop {
+                                tokio::select! {
+                                    _ = ticks.tick() => drop(supervisor.send_message(Watch::Tick)),
+                                    _ = &mut joined => break,
+                                }
+                            }
+                        }
+                        Err(error) => drop(started.send(Err(error))),
+                    }
+                });
+                drop(guard);
+            })
+            .map_err(|e| failed(format!("cannot start the actor thread: {e}")))?;
+        match start.recv() {
+            Ok(Ok(())) => Ok(Self { directory: directory.clone(), thread: Some(thread) }),
+            Ok(Err(reason)) => Err(failed(reason)),
+            Err(_) => Err(failed("the actor thread ended before it started".into())),
+        }
+    }
+
+    /// Stops the actors and joins the thread.
+    pub(crate) fn stop(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        if let Some(to) = self.directory.addresses.get() {
+            drop(to.supervisor.send_message(Watch::Stop));
+        }
+        if thread.thread().id() != std::thread::current().id() {
+            // The thread reports its own panic through its guard.
+            let _ = thread.join();
+        }
+    }
+}
+
+async fn spawn_all(
+    machines: Machines,
+    hands: &Arc<Hands>,
+    directory: &Arc<Directory>,
+    issuer: Issuer,
+    deadlines: Deadlines,
+) -> Result<(ActorRef<Watch>, tokio::task::JoinHandle<()>), String> {
+    let post: Arc<dyn Post> = directory.clone();
+    fn running<M: Machine>(machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
+        Running { machine, hands: hands.clone(), post: post.clone(), issuer: None, actions: Vec::new() }
+    }
+    fn shell<M: Machine>() -> Shell<M> {
+        Shell(std::marker::PhantomData)
+    }
+    let text = |e: ractor::SpawnErr| format!("cannot start an actor: {e}");
+    let watch = WatchState {
+        running: running(machines.supervisor, hands, &post),
+        deadlines,
+        progress: vec![(0, clock::now_ns()); hands.control.ranks()],
+    };
+    let (supervisor, joined) = Actor::spawn(None, Watching, watch).await.map_err(text)?;
+    let parent = || supervisor.get_cell();
+    let mut buckets = Vec::with_capacity(machines.buckets.len());
+    for bucket in machines.buckets {
+        let (address, _) =
+            Actor::spawn_linked(None, shell::<Bucket>(), running(bucket, hands, &post), parent()).await.map_err(text)?;
+        buckets.push(address);
+    }
+    let (prehook, _) =
+        Actor::spawn_linked(None, shell(), running(machines.prehook, hands, &post), parent()).await.map_err(text)?;
+    let (optimizer, _) =
+        Actor::spawn_linked(None, shell(), running(machines.optimizer, hands, &post), parent()).await.map_err(text)?;
+    let mut communicator = running(machines.communicator, hands, &post);
+    communicator.issuer = Some(issuer);
+    let (communicator, _) = Actor::spawn_linked(None, shell(), communicator, parent()).await.map_err(text)?;
+    let addresses = Addresses { buckets, prehook, optimizer, communicator, supervisor: supervisor.clone() };
+    directory.addresses.set(addresses).map_err(|_| "the actors were started twice".to_string())?;
+    Ok((supervisor, joined))
+}

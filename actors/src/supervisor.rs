@@ -1,0 +1,298 @@
+//! The supervisor: it owns the control path, the deadlines and the first cause.
+//!
+//! Hears of failed actors and devices, of peers (demand, digests, failures, departures) and of time (ticks, with what the
+//! shell saw). The first failure poisons everything: every waiter on every rank gets that cause (rule F1); later ones
+//! change nothing. Digests of the order of collectives are compared pairwise (rule O2); a mismatch makes both ranks send
+//! their history, and the first differing entry is named.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use gatherflow_kernels::{Cause, CollectiveKey, CollectiveKind, Failure, FailureKind};
+
+use crate::action::{Action, Letter, Machine, WrongTransition};
+use crate::control::ControlMsg;
+use crate::prehook::PreHookMsg;
+
+/// What the supervisor hears.
+#[derive(Clone, Debug)]
+pub enum SupervisorMsg {
+    /// Pre-hook: the executor waits for the first `demanded` gathers of `version`.
+    Demanded {
+        /// Which version.
+        version: u64,
+        /// A prefix of the gather order.
+        demanded: u32,
+    },
+    /// Communicator: its digest after `step`.
+    Digest {
+        /// The step.
+        step: u64,
+        /// The digest.
+        digest: u64,
+        /// The entries since the digest before.
+        history: Vec<CollectiveKey>,
+    },
+    /// A peer said something.
+    Control(ControlMsg),
+    /// An actor, the device or a deadline failed on this rank.
+    Failed(Cause),
+}
+
+/// One own digest, kept until all peers have shown theirs.
+#[derive(Debug)]
+struct Shown {
+    step: u64,
+    digest: u64,
+    history: Arc<[CollectiveKey]>,
+    agreed: usize,
+}
+
+/// The state machine of the supervisor.
+#[derive(Debug)]
+pub struct Supervisor {
+    rank: usize,
+    ranks: usize,
+    poisoned: Option<Cause>,
+    own: VecDeque<Shown>,
+    /// Peers' digests of steps that this rank has not reached.
+    early: Vec<(usize, u64, u64)>,
+    /// Peers' histories, until this rank has its own.
+    histories: Vec<(usize, u64, Arc<[CollectiveKey]>)>,
+}
+
+impl Supervisor {
+    /// The supervisor of one rank.
+    pub fn new(rank: usize, ranks: usize) -> Self {
+        Self { rank, ranks, poisoned: None, own: VecDeque::new(), early: Vec::new(), histories: Vec::new() }
+    }
+
+    /// The first cause, once there is one.
+    pub fn poisoned(&self) -> Option<&Cause> {
+        self.poisoned.as_ref()
+    }
+
+    fn poison(&mut self, cause: Cause, tell: bool, actions: &mut Vec<Action>) {
+        if self.poisoned.is_some() {
+            return;
+        }
+        self.poisoned = Some(cause.clone());
+        actions.push(Action::Poison(cause.clone()));
+        if tell {
+            actions.push(Action::Announce(ControlMsg::Failed(cause)));
+        }
+    }
+
+    fn compare(&mut self, peer: usize, step: u64, digest: u64, actions: &mut Vec<Action>) {
+        let Some(index) = self.own.iter().position(|shown| shown.step == step) else {
+            self.early.push((peer, step, digest));
+            return;
+        };
+        let own = &mut self.own[index];
+        if own.digest != digest {
+            actions.push(Action::Announce(ControlMsg::History {
+                from: self.rank,
+                step,
+                entries: own.history.clone(),
+            }));
+            return;
+        }
+        own.agreed += 1;
+        if own.agreed + 1 == self.ranks {
+            self.own.retain(|shown| shown.step > step);
+        }
+    }
+
+    fn compare_history(
+        &mut self,
+        peer: usize,
+        step: u64,
+        theirs: &Arc<[CollectiveKey]>,
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(own) = self.own.iter().find(|shown| shown.step == step) else {
+            self.histories.push((peer, step, theirs.clone()));
+            return;
+        };
+        let failure = first_mismatch(self.rank, &own.history, peer, theirs, step);
+        self.poison(Arc::new(failure), true, actions);
+    }
+}
+
+/// Names the first entry in which two histories differ.
+fn first_mismatch(
+    rank: usize,
+    mine: &[CollectiveKey],
+    peer: usize,
+    theirs: &[CollectiveKey],
+    step: u64,
+) -> Failure {
+    // Histories may be cut at the front; line them up by sequence number.
+    let from = mine.first().map_or(0, |key| key.seq).max(theirs.first().map_or(0, |key| key.seq));
+    let (mut a, mut b) = (mine.iter().filter(|k| k.seq >= from), theirs.iter().filter(|k| k.seq >= from));
+    loop {
+        let (left, right) = (a.next(), b.next());
+        if left.is_none() && right.is_none() {
+            let message =
+                format!("ranks {rank} and {peer} issued different collectives before the last {} entries", mine.len());
+            return Failure::new(FailureKind::OrderMismatch, rank, message).at_step(step);
+        }
+        if left != right {
+            let show = |key: Option<&CollectiveKey>| key.map_or_else(|| "nothing".to_string(), ToString::to_string);
+            let seq = left.or(right).map_or(0, |key| key.seq);
+            let message = format!(
+                "collective {seq} differs: rank {rank} issued {}, rank {peer} issued {}",
+                show(left),
+                show(right)
+            );
+            let failure = Failure::new(FailureKind::OrderMismatch, rank, message).at_step(step);
+            return match left.or(right) {
+                Some(key) if key.bucket != CollectiveKey::NO_BUCKET => failure.in_bucket(key.bucket),
+                _ => failure,
+            };
+        }
+    }
+}
+
+impl Machine for Supervisor {
+    type Msg = SupervisorMsg;
+
+    fn on(&mut self, message: SupervisorMsg, actions: &mut Vec<Action>) -> Result<(), WrongTransition> {
+        match message {
+            SupervisorMsg::Demanded { version, demanded } => {
+                actions.push(Action::Announce(ControlMsg::Demand { from: self.rank, version, demanded }));
+            }
+            SupervisorMsg::Digest { step, digest, history } => {
+                if self.ranks == 1 {
+                    return Ok(());
+                }
+                self.own.push_back(Shown { step, digest, history: history.into(), agreed: 0 });
+                actions.push(Action::Announce(ControlMsg::Digest { from: self.rank, step, digest }));
+                let (now, later): (Vec<_>, Vec<_>) =
+                    std::mem::take(&mut self.early).into_iter().partition(|(_, s, _)| *s == step);
+                self.early = later;
+                for (peer, step, digest) in now {
+                    self.compare(peer, step, digest, actions);
+                }
+                let (now, later): (Vec<_>, Vec<_>) =
+                    std::mem::take(&mut self.histories).into_iter().partition(|(_, s, _)| *s == step);
+                self.histories = later;
+                for (peer, step, entries) in now {
+                    self.compare_history(peer, step, &entries, actions);
+                }
+            }
+            SupervisorMsg::Control(ControlMsg::Demand { version, demanded, .. }) => {
+                actions.push(Action::Send(Letter::PreHook(PreHookMsg::PeerDemand { version, demanded })));
+            }
+            SupervisorMsg::Control(ControlMsg::Digest { from, step, digest }) => {
+                self.compare(from, step, digest, actions);
+            }
+            SupervisorMsg::Control(ControlMsg::History { from, step, entries }) => {
+                self.compare_history(from, step, &entries, actions);
+            }
+            SupervisorMsg::Control(ControlMsg::Failed(cause)) => self.poison(cause, false, actions),
+            // Whether a departure matters depends on what is outstanding: the next look at the deadlines tells.
+            SupervisorMsg::Control(ControlMsg::Left { .. }) => {}
+            SupervisorMsg::Failed(cause) => self.poison(cause, true, actions),
+        }
+        Ok(())
+    }
+}
+
+/// How long to wait for others, each counted from the last sign of progress of the rank waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Deadlines {
+    /// For all ranks to start.
+    pub start_up: Duration,
+    /// For a collective that a peer has not issued, or that does not finish.
+    pub collective: Duration,
+    /// For a heartbeat.
+    pub silence: Duration,
+}
+
+impl Default for Deadlines {
+    fn default() -> Self {
+        let limit = Duration::from_secs(600);
+        Self { start_up: limit, collective: limit, silence: limit }
+    }
+}
+
+impl Deadlines {
+    /// How often to look: often enough that a deadline is met within a quarter of itself, at most every second.
+    pub fn tick(&self) -> Duration {
+        (self.collective.min(self.silence) / 8).clamp(Duration::from_millis(5), Duration::from_secs(1))
+    }
+}
+
+/// What a peer looks like from here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PeerView {
+    /// Collectives it has issued.
+    pub issued: u64,
+    /// It closed or dropped its engine.
+    pub left: bool,
+    /// When it last made progress, on this rank's clock.
+    pub progress_ns: u64,
+    /// Its last heartbeat.
+    pub alive_ns: u64,
+}
+
+/// Judges the oldest collective of this rank that is not over: `None` while everything is within its deadline.
+///
+/// Tells apart (CASES row 24): a peer that has not issued it, a peer that fell silent or left, and a collective that
+/// everybody issued and that does not finish.
+pub fn overdue(
+    deadlines: &Deadlines,
+    now_ns: u64,
+    key: &CollectiveKey,
+    issued_ns: u64,
+    rank: usize,
+    peers: &[PeerView],
+) -> Option<Failure> {
+    let failure = |kind, who: usize, message: String| {
+        let failure = Failure::new(kind, who, message);
+        Some(match (key.kind, key.bucket) {
+            (CollectiveKind::StartUp, _) => failure,
+            (_, CollectiveKey::NO_BUCKET) => failure.at_step(key.version),
+            (CollectiveKind::Gather, bucket) => failure.at_step(key.version - 1).in_bucket(bucket),
+            (_, bucket) => failure.at_step(key.version).in_bucket(bucket),
+        })
+    };
+    let past = |since: u64, limit: Duration| u128::from(now_ns.saturating_sub(since)) > limit.as_nanos();
+    let mut all_issued = true;
+    for (peer, view) in peers.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+        if view.issued > key.seq {
+            continue;
+        }
+        all_issued = false;
+        if view.left {
+            let message = format!("rank {peer} left; rank {rank} waits for it in the {key}, which it never issued");
+            return failure(FailureKind::RankLost, peer, message);
+        }
+        if past(view.alive_ns.max(issued_ns), deadlines.silence) {
+            let message = format!(
+                "rank {peer} gave no sign of life for {:.1} s (deadline `silence`); rank {rank} waits for it in the {key}",
+                deadlines.silence.as_secs_f64()
+            );
+            return failure(FailureKind::RankLost, peer, message);
+        }
+        if past(view.progress_ns.max(issued_ns), deadlines.collective) {
+            let message = format!(
+                "rank {peer} has not issued the {key} and made no progress for {:.1} s (deadline `collective`); rank {rank} \
+                 waits for it",
+                deadlines.collective.as_secs_f64()
+            );
+            return failure(FailureKind::Deadline, peer, message);
+        }
+    }
+    let last_progress = peers.iter().map(|view| view.progress_ns).max().unwrap_or(0);
+    if all_issued && past(last_progress.max(issued_ns), deadlines.collective) {
+        let message = format!(
+            "every rank issued the {key} but it did not finish within {:.1} s (deadline `collective`)",
+            deadlines.collective.as_secs_f64()
+        );
+        return failure(FailureKind::Deadline, rank, message);
+    }
+    None
+}

@@ -1,0 +1,123 @@
+//! Records and scalars in device memory: little endian, 64 bytes each, so that ranks and devices agree on the layout.
+
+use super::{HostVerdict, RankRecord, Scalars, Spoiled};
+use crate::norm::{param_from_u64, param_to_u64, words};
+
+const ABANDONED: u32 = 1;
+const UNUSED: u32 = 2;
+
+impl RankRecord {
+    /// Size in memory.
+    pub const BYTES: usize = 64;
+
+    /// Eight 64-bit words: `sum_squares`, `max_abs`, `zeros`, non-finite parameter + 1 (0: none), weight, kind and parameter
+    /// of what spoils the step (lower and upper half; kind 0: nothing), stop, 0.
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let (kind, param) = match self.host.spoiled {
+            None => (0, 0),
+            Some(Spoiled::Abandoned { param }) => (ABANDONED, param),
+            Some(Spoiled::Unused { param }) => (UNUSED, param),
+        };
+        from_words([
+            self.sum_squares.to_bits(),
+            self.max_abs.to_bits(),
+            self.zeros,
+            param_to_u64(self.nonfinite),
+            self.host.weight.to_bits(),
+            u64::from(kind) | u64::from(param) << 32,
+            u64::from(self.host.stop),
+            0,
+        ])
+    }
+
+    /// The inverse of [`RankRecord::to_bytes`]. An unknown kind of spoiling reads as [`Spoiled::Abandoned`]: the step is not
+    /// taken.
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let [sum_squares, max_abs, zeros, nonfinite, weight, spoiled, stop, _] = words(bytes);
+        let param = (spoiled >> 32) as u32;
+        let spoiled = match spoiled as u32 {
+            0 => None,
+            UNUSED => Some(Spoiled::Unused { param }),
+            _ => Some(Spoiled::Abandoned { param }),
+        };
+        Self {
+            sum_squares: f64::from_bits(sum_squares),
+            max_abs: f64::from_bits(max_abs),
+            zeros,
+            nonfinite: param_from_u64(nonfinite),
+            host: HostVerdict { spoiled, weight: f64::from_bits(weight), stop: stop != 0 },
+        }
+    }
+}
+
+impl Scalars {
+    /// Size in memory: a cache line.
+    pub const BYTES: usize = 64;
+
+    /// Sixteen 32-bit words: `factor`, `skip`, `scale`, `growth_counter`, `hysteresis`, then zeros.
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let halves = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
+        from_words([
+            halves(self.factor.to_bits(), u32::from(self.skip)),
+            halves(self.scale.to_bits(), self.growth_counter),
+            halves(self.hysteresis.cast_unsigned(), 0),
+            0,
+            0,
+            0,
+            0,
+            0,
+        ])
+    }
+
+    /// The inverse of [`Scalars::to_bytes`].
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
+        let [first, second, third, ..]: [u64; 8] = words(bytes);
+        Self {
+            factor: f32::from_bits(first as u32),
+            skip: first >> 32 != 0,
+            scale: f32::from_bits(second as u32),
+            growth_counter: (second >> 32) as u32,
+            hysteresis: (third as u32).cast_signed(),
+        }
+    }
+}
+
+fn from_words(words: [u64; 8]) -> [u8; 64] {
+    let mut bytes = [0; 64];
+    for (bytes, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *bytes = word.to_le_bytes();
+    }
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_comes_back_from_its_bytes() {
+        for spoiled in [None, Some(Spoiled::Abandoned { param: 7 }), Some(Spoiled::Unused { param: u32::MAX })] {
+            for nonfinite in [None, Some(0), Some(u32::MAX)] {
+                for stop in [false, true] {
+                    let host = HostVerdict { spoiled, weight: 123.5, stop };
+                    let record = RankRecord { sum_squares: 1e70, max_abs: 3.0, zeros: u64::MAX, nonfinite, host };
+                    assert_eq!(RankRecord::from_bytes(&record.to_bytes()), record);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scalars_come_back_from_their_bytes() {
+        for (skip, hysteresis) in [(false, 2), (true, -5)] {
+            let scalars = Scalars { factor: 0.3, skip, scale: 65536.0, growth_counter: 999, hysteresis };
+            assert_eq!(Scalars::from_bytes(&scalars.to_bytes()), scalars);
+        }
+    }
+
+    #[test]
+    fn fresh_memory_reads_as_an_empty_record_and_poisoned_memory_as_a_spoiled_one() {
+        assert_eq!(RankRecord::from_bytes(&[0; 64]), RankRecord::default());
+        assert!(RankRecord::from_bytes(&[0xff; 64]).host.spoiled.is_some());
+    }
+}

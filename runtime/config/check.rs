@@ -1,0 +1,139 @@
+//! What a config must satisfy: by itself, and with the ranks and the model it is to run with (rule K1).
+
+use toml::Value;
+
+use super::keys::KEYS;
+use super::{Config, ConfigError, Credits, ScalerKind};
+use crate::actors::{Bucketing, Deadlines, OnNonFinite, Overlap, ScalerRule};
+
+impl Config {
+    /// Checks what can be checked without a model: ranges, keys that exclude each other, keys that the chosen device or
+    /// mode never reads.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the key.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        self.check_ranges()?;
+        if self.explicit.contains("bucket_size") && self.explicit.contains("num_buckets") {
+            return Err(ConfigError::Conflict { first: "bucket_size", second: "num_buckets" });
+        }
+        let dead = |key: &'static str, because: bool, reason: &str| {
+            if because && self.explicit.contains(key) {
+                Err(ConfigError::Dead { key, reason: reason.to_owned() })
+            } else {
+                Ok(())
+            }
+        };
+        dead("credits", self.overlap == Overlap::None, "overlap = \"none\" gathers all before step returns")?;
+        dead("credits", self.overlap == Overlap::Chain, "overlap = \"chain\" has one gather in flight")?;
+        let null = self.device == "null";
+        dead("emulate", null, "device = \"null\" moves no bytes")?;
+        dead("max_norm", null, "device = \"null\" computes no norm")?;
+        dead("on_nonfinite", null, "device = \"null\" sees no gradient")?;
+        dead("on_nonfinite", self.scaler != ScalerKind::None, "with a loss scaler a non-finite gradient always skips")?;
+        dead("scaler.scale", self.scaler != ScalerKind::Constant, "only the constant scaler reads it")?;
+        for key in
+            ["scaler.initial", "scaler.min", "scaler.growth", "scaler.backoff", "scaler.interval", "scaler.hysteresis"]
+        {
+            dead(key, self.scaler != ScalerKind::Dynamic, "only the dynamic scaler reads it")?;
+        }
+        Ok(())
+    }
+
+    /// Checks the config against the job it is to run with.
+    pub(crate) fn validate_for<'a>(
+        &self,
+        ranks: usize,
+        mut f16_params: impl Iterator<Item = &'a str>,
+    ) -> Result<(), ConfigError> {
+        self.validate()?;
+        if let Some(configured) = self.ranks.filter(|r| *r != ranks) {
+            return Err(ConfigError::Ranks { configured, started: ranks });
+        }
+        if ranks == 1 && self.explicit.contains("emulate") {
+            return Err(ConfigError::Dead { key: "emulate", reason: "one rank has no link".into() });
+        }
+        match f16_params.next() {
+            Some(param) if self.scaler == ScalerKind::None => {
+                Err(ConfigError::F16WithoutScaler { param: param.to_owned() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The builder takes any value of the right type; the table of keys says which are in range.
+    fn check_ranges(&self) -> Result<(), ConfigError> {
+        let whole = |n: u64| Value::Integer(i64::try_from(n).unwrap_or(i64::MAX));
+        for name in &self.explicit {
+            let value = match *name {
+                "ranks" => whole(self.ranks.unwrap_or(1) as u64),
+                "device" => Value::String(self.device.clone()),
+                "transport" => Value::String(self.transport.clone()),
+                "credits" => match self.credits {
+                    Credits::Buckets(n) => whole(u64::from(n)),
+                    Credits::Unlimited => continue,
+                },
+                "bucket_size" => whole(self.bucket_size.unwrap_or(1) as u64),
+                "num_buckets" => whole(self.num_buckets.unwrap_or(1) as u64),
+                "lr" => Value::Float(self.lr),
+                "betas" => Value::Array(vec![Value::Float(self.betas.0), Value::Float(self.betas.1)]),
+                "eps" => Value::Float(self.eps),
+                "weight_decay" => Value::Float(self.weight_decay),
+                "max_norm" => Value::Float(self.max_norm),
+                "scaler.scale" => Value::Float(self.scale),
+                "scaler.initial" => Value::Float(self.initial),
+                "scaler.min" => Value::Float(self.min),
+                "scaler.growth" => Value::Float(self.growth),
+                "scaler.backoff" => Value::Float(self.backoff),
+                "scaler.interval" => whole(u64::from(self.interval)),
+                "scaler.hysteresis" => whole(u64::from(self.hysteresis)),
+                "steps_in_flight" => whole(u64::from(self.steps_in_flight)),
+                "deadlines.start_up_s" => Value::Float(self.start_up.as_secs_f64()),
+                "deadlines.collective_s" => Value::Float(self.collective.as_secs_f64()),
+                "deadlines.silence_s" => Value::Float(self.silence.as_secs_f64()),
+                _ => continue,
+            };
+            if let Some(key) = KEYS.iter().find(|k| k.name == *name)
+                && (key.set)(&mut Self::default(), &value).is_none()
+            {
+                return Err(ConfigError::BadValue {
+                    key: key.name.to_owned(),
+                    value: value.to_string(),
+                    expected: key.values.to_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn bucketing(&self) -> Bucketing {
+        match (self.bucket_size, self.num_buckets) {
+            (Some(numel), _) => Bucketing::Size(numel),
+            (None, Some(buckets)) => Bucketing::Count(buckets),
+            (None, None) => Bucketing::Default,
+        }
+    }
+
+    pub(crate) fn scaler_rule(&self) -> ScalerRule {
+        match self.scaler {
+            ScalerKind::None => ScalerRule::None,
+            ScalerKind::Constant => ScalerRule::Constant { scale: self.scale as f32 },
+            ScalerKind::Dynamic => ScalerRule::Dynamic {
+                initial: self.initial as f32,
+                min: self.min as f32,
+                growth: self.growth as f32,
+                backoff: self.backoff as f32,
+                interval: self.interval,
+                hysteresis: self.hysteresis as i32,
+            },
+        }
+    }
+
+    pub(crate) fn on_nonfinite_policy(&self) -> OnNonFinite {
+        self.on_nonfinite
+    }
+
+    pub(crate) fn deadline_rule(&self) -> Deadlines {
+        Deadlines { start_up: self.start_up, collective: self.collective, silence: self.silence }
+    }
+}

@@ -1,0 +1,353 @@
+//! The table of keys: name, values, default, meaning, and how a TOML value gets into the config.
+//!
+//! One row per key and nothing about keys elsewhere, so that the documentation cannot drift from what is read.
+
+use std::time::Duration;
+
+use toml::Value;
+
+use super::{Config, Credits, ScalerKind, Unused};
+use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
+
+/// One configuration key.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Key {
+    /// As written in TOML; a dot means a table.
+    pub name: &'static str,
+    /// What it can be.
+    pub values: &'static str,
+    /// What it is when left out.
+    pub default: &'static str,
+    /// What it does and who reads it.
+    pub help: &'static str,
+    /// Stores a value; `None` if it does not fit.
+    pub(super) set: fn(&mut Config, &Value) -> Option<()>,
+}
+
+const SECONDS: &str = "seconds above 0";
+
+/// Every key, in the order in which one meets them.
+pub const KEYS: &[Key] = &[
+    Key {
+        name: "ranks",
+        values: "a number of ranks from 1",
+        default: "as many as are started",
+        help: "refuses to start with another number of ranks",
+        set: |c, v| Some(c.ranks = Some(count(v)?)),
+    },
+    Key {
+        name: "device",
+        values: "\"cpu\" or \"null\"",
+        default: "\"cpu\"",
+        help: "where the work runs; null only logs it",
+        set: |c, v| Some(c.device = one_of(v, &["cpu", "null"])?),
+    },
+    Key {
+        name: "transport",
+        values: "\"local\"",
+        default: "\"local\"",
+        help: "what carries collectives; local: ranks are threads of one process",
+        set: |c, v| Some(c.transport = one_of(v, &["local"])?),
+    },
+    Key {
+        name: "emulate",
+        values: "bandwidth and latency such as \"1gbit,200us\"",
+        default: "no emulated link",
+        help: "every rank's collectives share a link of this speed; not with one rank, not on the null device",
+        set: |c, v| Some(c.emulate = Some(Link::parse(v.as_str()?).ok()?)),
+    },
+    Key {
+        name: "overlap",
+        values: "\"none\", \"chain\" or \"window\"",
+        default: "\"window\"",
+        help: "when parameters are gathered: all before step returns, one after the other in forward, or ahead of forward \
+               as far as credits reach",
+        set: |c, v| {
+            c.overlap = match v.as_str()? {
+                "none" => Overlap::None,
+                "chain" => Overlap::Chain,
+                "window" => Overlap::Window,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Key {
+        name: "credits",
+        values: "a number of buckets from 1, or \"unlimited\"",
+        default: "3",
+        help: "how far gathers run ahead of what forward has entered; overlap window only",
+        set: |c, v| {
+            c.credits = match v {
+                Value::String(s) if s == "unlimited" => Credits::Unlimited,
+                _ => Credits::Buckets(u32::try_from(count(v)?).ok().filter(|n| *n < u32::MAX)?),
+            };
+            Some(())
+        },
+    },
+    Key {
+        name: "overlap_grad_reduce",
+        values: "true or false",
+        default: "true",
+        help: "reduce a bucket as soon as its gradients are complete, or all of them in step",
+        set: |c, v| Some(c.overlap_grad_reduce = v.as_bool()?),
+    },
+    Key {
+        name: "bucket_size",
+        values: "a number of elements from 1; not together with num_buckets",
+        default: "max(40 000 000, 1 000 000 x ranks)",
+        help: "a bucket closes once it holds this many elements; parameters are never split",
+        set: |c, v| Some(c.bucket_size = Some(count(v)?)),
+    },
+    Key {
+        name: "num_buckets",
+        values: "a number of buckets from 1; not together with bucket_size",
+        default: "by bucket_size",
+        help: "cut so that there are about this many buckets; there may be fewer",
+        set: |c, v| Some(c.num_buckets = Some(count(v)?)),
+    },
+    Key {
+        name: "bandwidth_alignment",
+        values: "true or false",
+        default: "false",
+        help: "align bucket ends to 65 536 elements, as NCCL likes it",
+        set: |c, v| Some(c.bandwidth_alignment = v.as_bool()?),
+    },
+    Key {
+        name: "lr",
+        values: "a number from 0",
+        default: "0.001",
+        help: "learning rate of groups that do not set their own, until set_lr",
+        set: |c, v| Some(c.lr = number(v, 0.0..f64::INFINITY)?),
+    },
+    Key {
+        name: "betas",
+        values: "two numbers in [0, 1)",
+        default: "[0.9, 0.999]",
+        help: "decay of Adam's moments, for groups that do not set their own",
+        set: |c, v| match v.as_array()?.as_slice() {
+            [a, b] => Some(c.betas = (number(a, 0.0..1.0)?, number(b, 0.0..1.0)?)),
+            _ => None,
+        },
+    },
+    Key {
+        name: "eps",
+        values: "a number above 0",
+        default: "1e-8",
+        help: "added to the root of the second moment, for groups that do not set their own",
+        set: |c, v| Some(c.eps = number(v, f64::MIN_POSITIVE..f64::INFINITY)?),
+    },
+    Key {
+        name: "weight_decay",
+        values: "a number from 0",
+        default: "0.01",
+        help: "weight decay of groups that do not set their own",
+        set: |c, v| Some(c.weight_decay = number(v, 0.0..f64::INFINITY)?),
+    },
+    Key {
+        name: "adam_w",
+        values: "true or false",
+        default: "true",
+        help: "decoupled weight decay; false adds it to the gradient",
+        set: |c, v| Some(c.adam_w = v.as_bool()?),
+    },
+    Key {
+        name: "max_norm",
+        values: "a number from 0; 0 turns clipping off",
+        default: "1.0",
+        help: "gradients are scaled down to this norm; not on the null device",
+        set: |c, v| Some(c.max_norm = number(v, 0.0..f64::INFINITY)?),
+    },
+    Key {
+        name: "average",
+        values: "\"ranks\" or \"weight\"",
+        default: "\"ranks\"",
+        help: "divide summed gradients by the number of ranks, or by the sum of the weights they give to set_weight",
+        set: |c, v| {
+            c.average = match v.as_str()? {
+                "ranks" => Average::Ranks(1),
+                "weight" => Average::Weight,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Key {
+        name: "on_nonfinite",
+        values: "\"skip\" or \"error\"",
+        default: "\"skip\"",
+        help: "what a gradient with inf or nan does besides skipping the step; without a scaler only, not on the null device",
+        set: |c, v| {
+            c.on_nonfinite = match v.as_str()? {
+                "skip" => OnNonFinite::Skip,
+                "error" => OnNonFinite::Error,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Key {
+        name: "unused",
+        values: "\"zero\" or \"error\"",
+        default: "\"zero\"",
+        help: "what a trainable parameter without a gradient counts as",
+        set: |c, v| {
+            c.unused = match v.as_str()? {
+                "zero" => Unused::Zero,
+                "error" => Unused::Error,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Key {
+        name: "scaler.kind",
+        values: "\"none\", \"constant\" or \"dynamic\"",
+        default: "\"none\"",
+        help: "loss scaler; f16 parameters need one. `scaler = \"dynamic\"` is short for it",
+        set: |c, v| {
+            c.scaler = match v.as_str()? {
+                "none" => ScalerKind::None,
+                "constant" => ScalerKind::Constant,
+                "dynamic" => ScalerKind::Dynamic,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Key {
+        name: "scaler.scale",
+        values: "a number above 0",
+        default: "65536",
+        help: "the scale of the constant scaler",
+        set: |c, v| Some(c.scale = scale(v)?),
+    },
+    Key {
+        name: "scaler.initial",
+        values: "a number above 0",
+        default: "4294967296",
+        help: "the first scale of the dynamic scaler",
+        set: |c, v| Some(c.initial = scale(v)?),
+    },
+    Key {
+        name: "scaler.min",
+        values: "a number above 0",
+        default: "1",
+        help: "the smallest scale of the dynamic scaler",
+        set: |c, v| Some(c.min = scale(v)?),
+    },
+    Key {
+        name: "scaler.growth",
+        values: "a number from 1",
+        default: "2",
+        help: "factor on the dynamic scale after `interval` good steps",
+        set: |c, v| Some(c.growth = number(v, 1.0..f64::from(f32::MAX))?),
+    },
+    Key {
+        name: "scaler.backoff",
+        values: "a number above 0 and below 1",
+        default: "0.5",
+        help: "factor on the dynamic scale after `hysteresis` bad steps",
+        set: |c, v| Some(c.backoff = number(v, f64::from(f32::MIN_POSITIVE)..1.0)?),
+    },
+    Key {
+        name: "scaler.interval",
+        values: "a number of steps from 1",
+        default: "1000",
+        help: "good steps in a row before the dynamic scale grows",
+        set: |c, v| Some(c.interval = u32::try_from(count(v)?).ok()?),
+    },
+    Key {
+        name: "scaler.hysteresis",
+        values: "a number of steps from 1",
+        default: "2",
+        help: "bad steps before the dynamic scale backs off; refilled by growth only",
+        set: |c, v| Some(c.hysteresis = u32::try_from(count(v)?).ok().filter(|n| *n <= i32::MAX as u32)?),
+    },
+    Key {
+        name: "steps_in_flight",
+        values: "a number of steps from 1",
+        default: "2",
+        help: "step blocks while this many outcomes are unknown",
+        set: |c, v| Some(c.steps_in_flight = u32::try_from(count(v)?).ok()?),
+    },
+    Key {
+        name: "deadlines.start_up_s",
+        values: SECONDS,
+        default: "600",
+        help: "how long ranks wait for each other at the start",
+        set: |c, v| Some(c.start_up = seconds(v)?),
+    },
+    Key {
+        name: "deadlines.collective_s",
+        values: SECONDS,
+        default: "600",
+        help: "how long a collective may take from the last sign of progress of the peer waited for",
+        set: |c, v| Some(c.collective = seconds(v)?),
+    },
+    Key {
+        name: "deadlines.silence_s",
+        values: SECONDS,
+        default: "600",
+        help: "how long a rank may be silent before it counts as lost",
+        set: |c, v| Some(c.silence = seconds(v)?),
+    },
+    Key {
+        name: "check_order_every",
+        values: "a number of steps; 0 never",
+        default: "100",
+        help: "ranks compare the order of their collectives",
+        set: |c, v| Some(c.check_order_every = u64::try_from(v.as_integer()?).ok()?),
+    },
+    Key {
+        name: "start_params",
+        values: "\"broadcast\" or \"check\"",
+        default: "\"broadcast\"",
+        help: "take rank 0's initial parameters, or refuse to start if they differ",
+        set: |c, v| {
+            c.start_params = match v.as_str()? {
+                "broadcast" => StartParams::Broadcast,
+                "check" => StartParams::Check,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+];
+
+/// All keys as a Markdown table.
+pub fn table() -> String {
+    let mut text = String::from("| key | values | default | meaning |\n| --- | --- | --- | --- |\n");
+    for key in KEYS {
+        text.push_str(&format!("| `{}` | {} | {} | {} |\n", key.name, key.values, key.default, key.help));
+    }
+    text
+}
+
+fn count(value: &Value) -> Option<usize> {
+    usize::try_from(value.as_integer()?).ok().filter(|n| *n > 0)
+}
+
+fn number(value: &Value, range: std::ops::Range<f64>) -> Option<f64> {
+    let number = match value {
+        Value::Integer(n) => *n as f64,
+        Value::Float(x) => *x,
+        _ => return None,
+    };
+    range.contains(&number).then_some(number)
+}
+
+/// A loss scale: it is an f32 on the device.
+fn scale(value: &Value) -> Option<f64> {
+    number(value, f64::from(f32::MIN_POSITIVE)..f64::from(f32::MAX))
+}
+
+fn seconds(value: &Value) -> Option<Duration> {
+    Duration::try_from_secs_f64(number(value, f64::MIN_POSITIVE..f64::INFINITY)?).ok()
+}
+
+fn one_of(value: &Value, known: &[&str]) -> Option<String> {
+    let name = value.as_str()?;
+    known.contains(&name).then(|| name.to_owned())
+}

@@ -1,0 +1,78 @@
+//! From TOML text, files and command-line flags to a config: every value goes through the table of keys.
+
+use std::path::Path;
+
+use toml::{Table, Value};
+
+use super::keys::{KEYS, Key};
+use super::{Config, ConfigError};
+
+impl Config {
+    /// Reads TOML text. Keys that are left out keep their defaults.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the key that is unknown or whose value does not fit, and keys that exclude each other.
+    pub fn from_toml(text: &str) -> Result<Self, ConfigError> {
+        let table: Table = text
+            .parse()
+            .map_err(|e: toml::de::Error| ConfigError::Syntax { reason: e.to_string().trim_end().to_owned() })?;
+        let mut config = Self::default();
+        for (name, value) in &table {
+            config.insert(name, value)?;
+        }
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Reads a TOML file.
+    ///
+    /// # Errors
+    /// As [`Config::from_toml`], and [`ConfigError::Unreadable`].
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
+        let path = path.as_ref();
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| ConfigError::Unreadable { path: path.to_owned(), reason: e.to_string() })?;
+        Self::from_toml(&text)
+    }
+
+    /// Sets one key from text, as a command-line flag gives it: `set("credits", "4")`, `set("overlap", "chain")`.
+    ///
+    /// # Errors
+    /// [`ConfigError`] names the key that is unknown or whose value does not fit.
+    pub fn set(&mut self, key: &str, value: &str) -> Result<(), ConfigError> {
+        let parsed = format!("v = {value}").parse::<Table>().ok().and_then(|mut t| t.remove("v"));
+        self.insert(key, &parsed.unwrap_or_else(|| Value::String(value.to_owned())))
+    }
+
+    fn insert(&mut self, name: &str, value: &Value) -> Result<(), ConfigError> {
+        match (name, value) {
+            ("scaler", Value::String(_)) => self.insert("scaler.kind", value),
+            (_, Value::Table(inner)) if KEYS.iter().any(|k| in_table(k, name)) => {
+                inner.iter().try_for_each(|(key, value)| self.insert(&format!("{name}.{key}"), value))
+            }
+            _ => {
+                let key = KEYS.iter().find(|k| k.name == name).ok_or_else(|| unknown(name))?;
+                (key.set)(self, value).ok_or_else(|| ConfigError::BadValue {
+                    key: name.to_owned(),
+                    value: value.to_string(),
+                    expected: key.values.to_owned(),
+                })?;
+                self.explicit.insert(key.name);
+                Ok(())
+            }
+        }
+    }
+}
+
+fn in_table(key: &Key, table: &str) -> bool {
+    key.name.strip_prefix(table).is_some_and(|rest| rest.starts_with('.'))
+}
+
+fn unknown(name: &str) -> ConfigError {
+    let nearest = KEYS.iter().map(|k| (strsim::jaro_winkler(name, k.name), k.name)).max_by(|a, b| a.0.total_cmp(&b.0));
+    let hint = match nearest {
+        Some((likeness, key)) if likeness > 0.8 => format!("did you mean `{key}`?"),
+        _ => format!("the keys are {}", KEYS.iter().map(|k| k.name).collect::<Vec<_>>().join(", ")),
+    };
+    ConfigError::UnknownKey { key: name.to_owned(), hint }
+}

@@ -1,0 +1,335 @@
+//! The engine: one rank's model, optimizer state and communication, as its executor sees them.
+//!
+//! It owns the session with the actors and lends passes. `&mut self` on [`Engine::step`] is what makes rule V3 a matter of
+//! types: no guard can live across it. Everything that waits parks with a deadline and never blocks a runtime's executor
+//! by `block_on`, so it is legal inside an async runtime. After a fatal failure every call returns the first cause.
+
+mod start;
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use crate::actors::{Average, Element};
+use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
+use crate::config::{Config, ScalerKind, Unused};
+use crate::error::Error;
+use crate::guard::Read;
+use crate::lr::{Lr, usable};
+use crate::model::{ChunkId, GroupId, ParamInfo};
+use crate::outcome::StepHandle;
+use crate::owned::OwnedPass;
+use crate::pass::{Mode, Pass};
+use crate::report::Report;
+use crate::shared::Shared;
+
+pub use start::ParamMut;
+
+/// One rank of a training job. See the [crate](crate) for a whole program.
+///
+/// It can move to another thread, but two threads cannot share it:
+///
+/// ```compile_fail,E0277
+/// fn needs_sync<T: Sync>() {}
+/// needs_sync::<gatherflow::Engine>();
+/// ```
+///
+/// (`needs_sync::<gatherflow::Pass<'static>>()` and `needs_send::<gatherflow::Engine>()` do compile:)
+///
+/// ```
+/// fn needs_sync<T: Sync>() {}
+/// fn needs_send<T: Send>() {}
+/// needs_sync::<gatherflow::Pass<'static>>();
+/// needs_send::<gatherflow::Engine>();
+/// ```
+#[derive(Debug)]
+pub struct Engine {
+    shared: Arc<Shared>,
+    config: Config,
+    lrs: Vec<Lr>,
+    weight: f64,
+    stop: bool,
+    /// The first step whose outcome was not looked at yet.
+    unknown_from: u64,
+    /// Updated steps per group, as far as outcomes are known.
+    known_t: Vec<u64>,
+    times: Vec<StepTimes>,
+    not_sync: PhantomData<Cell<()>>,
+}
+
+impl Engine {
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.shared.rank
+    }
+
+    /// The number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.plan().ranks()
+    }
+
+    /// The number of `step` calls so far.
+    pub fn steps(&self) -> u64 {
+        self.shared.steps()
+    }
+
+    /// The layout and the order of collectives.
+    pub fn plan(&self) -> &Plan {
+        self.shared.session.plan()
+    }
+
+    /// The parameters in registration order.
+    pub fn params(&self) -> &[ParamInfo] {
+        self.shared.model.params()
+    }
+
+    /// What this rank runs under the engine; for tests and tools.
+    #[doc(hidden)]
+    pub fn session(&self) -> &Arc<Session> {
+        &self.shared.session
+    }
+
+    /// One microbatch through one chunk. `microbatch` numbers it in errors; `last` says that it is the step's last one of
+    /// this chunk, so that complete gradients go on their way during its backward. [`Mode::Eval`] has no backward.
+    ///
+    /// # Errors
+    /// An unknown chunk, a training pass after the last one of this step, a closed or failed engine.
+    pub fn pass(&self, chunk: ChunkId, microbatch: usize, last: bool, mode: Mode) -> Result<Pass<'_>, Error> {
+        let _ = microbatch;
+        Pass::new(&self.shared, chunk, last, mode)
+    }
+
+    /// As [`Engine::pass`], for adapters that need `'static`: checked at run time instead.
+    ///
+    /// # Errors
+    /// As [`Engine::pass`].
+    pub fn owned_pass(&self, chunk: ChunkId, microbatch: usize, last: bool, mode: Mode) -> Result<OwnedPass, Error> {
+        OwnedPass::new(&self.shared, chunk, microbatch, last, mode)
+    }
+
+    /// Sets the learning rate of a group, from the next step on. Its multiplier still applies.
+    ///
+    /// # Errors
+    /// An unknown group, or a value that is negative or not finite.
+    pub fn set_lr(&mut self, group: GroupId, lr: impl Into<Lr>) -> Result<(), Error> {
+        let lr = lr.into();
+        if let Lr::Value(value) = lr
+            && !usable(value)
+        {
+            return Err(Error::misuse(format!("a learning rate of {value}: it must be finite and not negative")));
+        }
+        match self.lrs.get_mut(group.0 as usize) {
+            Some(slot) => *slot = lr,
+            None => return Err(Error::misuse(format!("there is no group {}: use the ids of registration", group.0))),
+        }
+        Ok(())
+    }
+
+    /// This rank's weight (its token count, say) in the average of the next step, with `average = "weight"`. 0 is legal on
+    /// some ranks.
+    ///
+    /// # Errors
+    /// Another way of averaging, or a weight that is negative or not finite.
+    pub fn set_weight(&mut self, weight: f64) -> Result<(), Error> {
+        if self.config.average != Average::Weight {
+            return Err(Error::misuse("weights are only read with `average = \"weight\"` in the configuration"));
+        }
+        if !usable(weight) {
+            return Err(Error::misuse(format!("a weight of {weight}: it must be finite and not negative")));
+        }
+        self.weight = weight;
+        Ok(())
+    }
+
+    /// Asks all ranks to stop: the outcome of the next step says so on every rank.
+    pub fn request_stop(&mut self) {
+        self.stop = true;
+    }
+
+    /// The loss scale that the next backward must carry; 1 without a scaler. With the dynamic scaler it waits for the
+    /// outcome of the last step.
+    ///
+    /// # Errors
+    /// The first cause of a fatal failure.
+    pub fn loss_scale(&self) -> Result<f32, Error> {
+        let last = match (self.config.scaler, self.steps()) {
+            (ScalerKind::None, _) => return Ok(1.0),
+            (ScalerKind::Constant, _) => return Ok(self.config.scale as f32),
+            (_, 0) => return Ok(self.config.initial as f32),
+            (_, steps) => steps - 1,
+        };
+        Ok(self.shared.session.outcome(last)?.report.next_loss_scale)
+    }
+
+    /// Takes a step: reduces what is left to reduce, updates this rank's shards, gathers the parameters (before it
+    /// returns with `overlap = "none"`, under the next forward otherwise). It blocks only while `steps_in_flight`
+    /// outcomes are unknown.
+    ///
+    /// # Errors
+    /// A live owned guard, by the name of its parameter; a learning rate that is not usable; a closed engine; the first
+    /// cause of a fatal failure. What happened to the step itself is told by its [outcome](StepHandle::outcome).
+    pub fn step(&mut self) -> Result<StepHandle, Error> {
+        self.shared.check_open()?;
+        self.look_at_outcomes()?;
+        let possible = self.steps() - self.unknown_from + 1;
+        let rows = self.lrs.iter().zip(&self.shared.model.groups).zip(&self.known_t).enumerate();
+        let lrs = rows
+            .map(|(index, ((lr, group), t))| lr.row(group.lr_multiplier, t + 1, possible, index))
+            .collect::<Result<_, _>>()?;
+        self.shared.end_guards()?;
+
+        let gradients = &self.shared.gradients;
+        let leftovers = gradients.leftovers(|p| self.params()[p.index()].options.trainable);
+        if self.config.unused == Unused::Error
+            && let Some(param) = leftovers.unwritten.first()
+        {
+            gradients.spoil(Spoiled::Unused { param: param.0 });
+        }
+        let host =
+            HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop: std::mem::take(&mut self.stop) };
+        gradients.reset();
+        let step = self.shared.session.step(StepRequest {
+            lrs,
+            host,
+            unwritten: leftovers.unwritten,
+            unfinished: leftovers.unfinished,
+        })?;
+        Ok(StepHandle::new(&self.shared, step))
+    }
+
+    /// Brings t up to what is known, without waiting.
+    fn look_at_outcomes(&mut self) -> Result<(), Error> {
+        while self.unknown_from < self.shared.steps() {
+            match self.shared.session.poll_outcome(self.unknown_from, Waker::noop()) {
+                Poll::Pending => break,
+                Poll::Ready(outcome) => {
+                    if outcome?.report.updated {
+                        self.known_t.iter_mut().for_each(|t| *t += 1);
+                    }
+                    self.unknown_from += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Forgets the gradients written so far in this step, so that the next write overwrites. Never needed, and repeatable.
+    ///
+    /// # Errors
+    /// A gradient that is being written or is complete (its reduction may have begun), by name (SPEC P9).
+    pub fn zero_grad(&mut self) -> Result<(), Error> {
+        self.shared.check_open()?;
+        self.shared.gradients.forget_writes().map_err(|(param, _)| {
+            Error::misuse("its gradient is on its way already: call zero_grad before the last microbatch's backward, or not at all")
+                .on_rank(self.rank())
+                .of_parameter(&*self.params()[param.index()].name)
+        })
+    }
+
+    /// Demands and awaits all pending gathers: evaluation, checkpoints and reads of everything are then free of waits.
+    ///
+    /// # Errors
+    /// The first cause of a fatal failure.
+    pub fn ensure_params_ready(&self) -> Result<(), Error> {
+        self.shared.check_open()?;
+        Ok(self.shared.session.all_ready()?)
+    }
+
+    /// Demands and awaits the pending gathers of one chunk.
+    ///
+    /// # Errors
+    /// An unknown chunk, or the first cause of a fatal failure.
+    pub fn ensure_chunk_ready(&self, chunk: ChunkId) -> Result<(), Error> {
+        let pass = self.pass(chunk, 0, false, Mode::Eval)?;
+        let units = self.shared.model.units.iter().enumerate().filter(|(_, unit)| unit.chunk == chunk);
+        for (index, _) in units {
+            pass.reenter(UnitId::from_index(index))?;
+        }
+        Ok(())
+    }
+
+    /// Reads a parameter at any time: waits until it is there.
+    ///
+    /// # Errors
+    /// An unknown id, another dtype, or the first cause of a fatal failure.
+    pub fn read<T: Element>(&self, param: ParamId) -> Result<Read<'_, T>, Error> {
+        self.shared.check_open()?;
+        self.shared.param(param)?;
+        self.shared.session.param_ready(param)?;
+        Read::new(&self.shared, param)
+    }
+
+    /// Is ready when the parameter can be read without waiting.
+    pub fn ready(&self, param: ParamId) -> Ready<'_> {
+        Ready { shared: &self.shared, param }
+    }
+
+    /// A hash (FNV-1a, 64 bits) of all parameters' bytes in registration order. Equal on all ranks.
+    ///
+    /// # Errors
+    /// The first cause of a fatal failure.
+    pub fn params_hash(&self) -> Result<u64, Error> {
+        self.ensure_params_ready()?;
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        for info in self.params() {
+            let lease = self.shared.lease_bytes(info.id)?;
+            for byte in lease.as_bytes() {
+                hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        }
+        Ok(hash)
+    }
+
+    /// Totals of this rank: gathers, reduces, skipped steps, bytes gathered ahead of demand at most.
+    pub fn counters(&self) -> Counters {
+        self.shared.session.counters()
+    }
+
+    /// Times of the finished steps so far (of the last 100 000), summed up.
+    pub fn report(&mut self) -> Report {
+        Report::of(self.times())
+    }
+
+    /// Times of the finished steps so far, of the last 100 000.
+    pub fn times(&mut self) -> &[StepTimes] {
+        const KEPT: usize = 100_000;
+        self.times.extend(self.shared.session.take_times());
+        let surplus = self.times.len().saturating_sub(KEPT);
+        self.times.drain(..surplus);
+        &self.times
+    }
+
+    /// Ends the run: waits for all pending gathers and tells the other ranks. Idempotent. Outcomes, times and counters
+    /// can still be read; everything else returns [`ErrorKind::Closed`](crate::ErrorKind::Closed).
+    ///
+    /// # Errors
+    /// A live owned guard, by the name of its parameter, or the first cause of a fatal failure.
+    pub fn close(&mut self) -> Result<(), Error> {
+        if self.shared.is_closed() {
+            return Ok(());
+        }
+        self.shared.check_no_guards("close")?;
+        self.shared.close();
+        Ok(self.shared.session.close()?)
+    }
+}
+
+/// See [`Engine::ready`].
+#[derive(Debug)]
+pub struct Ready<'e> {
+    shared: &'e Shared,
+    param: ParamId,
+}
+
+impl Future for Ready<'_> {
+    type Output = Result<(), Error>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        if let Err(error) = self.shared.check_open().and_then(|()| self.shared.param(self.param)) {
+            return Poll::Ready(Err(error));
+        }
+        self.shared.session.poll_ready(self.param, context.waker()).map_err(Error::from)
+    }
+}

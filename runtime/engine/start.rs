@@ -1,0 +1,138 @@
+//! Start-up: from model and configuration to a running session.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use half::{bf16, f16};
+
+use super::Engine;
+use crate::actors::{
+    self, Average, Cause, DType, Failure, FailureKind, Lease, LeaseError, OpenOptions, Overlap, Session,
+};
+use crate::config::{Config, ConfigError, Credits};
+use crate::error::Error;
+use crate::lr::Lr;
+use crate::model::{Group, Model, ParamInfo};
+use crate::ranks::Rank;
+use crate::shared::Shared;
+
+/// A parameter's own memory, to be given its initial values.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ParamMut<'a> {
+    /// An f32 parameter.
+    F32(&'a mut [f32]),
+    /// A bf16 parameter.
+    Bf16(&'a mut [bf16]),
+    /// An f16 parameter.
+    F16(&'a mut [f16]),
+}
+
+impl ParamMut<'_> {
+    /// Sets every element to `value(index)`, rounded to the parameter's dtype.
+    pub fn fill_with(self, mut value: impl FnMut(usize) -> f32) {
+        match self {
+            Self::F32(out) => out.iter_mut().enumerate().for_each(|(i, x)| *x = value(i)),
+            Self::Bf16(out) => out.iter_mut().enumerate().for_each(|(i, x)| *x = bf16::from_f32(value(i))),
+            Self::F16(out) => out.iter_mut().enumerate().for_each(|(i, x)| *x = f16::from_f32(value(i))),
+        }
+    }
+}
+
+impl Engine {
+    /// Starts this rank: allocates, calls `init` once per parameter, meets the other ranks (model and configuration must
+    /// agree), broadcasts rank 0's parameters (or checks that all agree) and makes the masters.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Config`](crate::ErrorKind::Config) and [`ErrorKind::Model`](crate::ErrorKind::Model) name what is
+    /// refused; [`ErrorKind::StartUp`](crate::ErrorKind::StartUp) names what ranks disagree about.
+    pub fn new(
+        rank: Rank,
+        model: Model,
+        config: Config,
+        init: impl FnMut(&ParamInfo, ParamMut<'_>),
+    ) -> Result<Self, Error> {
+        let options = OpenOptions::default();
+        Self::with_options(rank, model, config, options, init)
+    }
+
+    /// As [`Engine::new`], with device options that configuration does not have: for tests and benchmarks.
+    #[doc(hidden)]
+    pub fn with_options(
+        rank: Rank,
+        model: Model,
+        config: Config,
+        options: OpenOptions,
+        mut init: impl FnMut(&ParamInfo, ParamMut<'_>),
+    ) -> Result<Self, Error> {
+        let ranks = rank.ranks();
+        let plan = Arc::new(model.plan(ranks, &config)?);
+        if config.is_explicit("emulate") && config.link() != rank.link {
+            return Err(ConfigError::LinkDiffers.into());
+        }
+        let options = OpenOptions { device: config.device.clone(), transport: config.transport.clone(), ..options };
+        let number = rank.rank();
+        let mut give = |param: actors::ParamId, lease: &mut Lease| {
+            let info = &model.params()[param.index()];
+            let out = param_memory(info.dtype, lease).map_err(|e| -> Cause {
+                Arc::new(Failure::new(FailureKind::Device, number, format!("parameter `{}`: {e}", info.name)))
+            })?;
+            init(info, out);
+            Ok(())
+        };
+        let session_config = session_config(&model, &config, ranks);
+        let session = Session::start(rank.seat, plan, session_config, options, &mut give)?;
+        let lrs = model.groups.iter().map(|g| Lr::Value(g.lr.unwrap_or(config.lr))).collect();
+        let known_t = vec![0; model.groups.len()];
+        Ok(Self {
+            shared: Arc::new(Shared::new(number, session, model)),
+            config,
+            lrs,
+            weight: 1.0,
+            stop: false,
+            unknown_from: 0,
+            known_t,
+            times: Vec::new(),
+            not_sync: PhantomData,
+        })
+    }
+}
+
+fn param_memory(dtype: DType, lease: &mut Lease) -> Result<ParamMut<'_>, LeaseError> {
+    Ok(match dtype {
+        DType::Bf16 => ParamMut::Bf16(lease.as_mut_slice()?),
+        DType::F16 => ParamMut::F16(lease.as_mut_slice()?),
+        _ => ParamMut::F32(lease.as_mut_slice()?),
+    })
+}
+
+fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::SessionConfig {
+    let buckets = match (config.overlap, config.credits) {
+        (Overlap::Window, Credits::Buckets(n)) => n,
+        (Overlap::Window, Credits::Unlimited) => u32::MAX,
+        // Unread in the other modes.
+        _ => 1,
+    };
+    let group = |g: &Group| actors::Group {
+        betas: g.betas.unwrap_or(config.betas),
+        eps: g.eps.unwrap_or(config.eps),
+        weight_decay: g.weight_decay.unwrap_or(config.weight_decay),
+        decoupled: config.adam_w,
+    };
+    actors::SessionConfig {
+        overlap: config.overlap,
+        credits: actors::Credits { buckets, bytes: None },
+        overlap_grad_reduce: config.overlap_grad_reduce,
+        rule: actors::VerdictRule {
+            average: if config.average == Average::Weight { Average::Weight } else { Average::Ranks(ranks) },
+            max_norm: config.max_norm,
+            on_nonfinite: config.on_nonfinite,
+        },
+        scaler: config.scaler_rule(),
+        groups: model.groups.iter().map(group).collect(),
+        steps_in_flight: config.steps_in_flight,
+        deadlines: config.deadline_rule(),
+        check_order_every: config.check_order_every,
+        start_params: config.start_params,
+    }
+}

@@ -1,0 +1,433 @@
+//! The model as the runtime sees it: chunks of units of parameters, registered in forward order, and optimizer groups.
+//!
+//! [`Model`] only collects and checks; [`Engine::new`](crate::Engine::new) makes a plan from it. Every refusal names the
+//! thing and says what to do.
+
+mod description;
+
+use std::collections::{HashMap, HashSet};
+
+use crate::actors::{
+    Alignment, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId, UnitSpec,
+};
+use crate::config::Config;
+use crate::error::Error;
+
+/// Names a model chunk (a virtual pipeline stage), in forward order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ChunkId(pub u32);
+
+/// Names an optimizer group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct GroupId(pub u32);
+
+impl GroupId {
+    /// The group of parameters that name none. It takes everything from the configuration.
+    pub const DEFAULT: Self = Self(0);
+}
+
+/// Hyperparameters of an optimizer group; what is `None` comes from the configuration.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Group {
+    /// Learning rate until [`Engine::set_lr`](crate::Engine::set_lr).
+    pub lr: Option<f64>,
+    /// Multiplies every learning rate of this group.
+    pub lr_multiplier: f64,
+    /// Decay of the two moments.
+    pub betas: Option<(f64, f64)>,
+    /// Added to the root of the second moment.
+    pub eps: Option<f64>,
+    /// Weight decay; 0 for biases and norms, as a rule.
+    pub weight_decay: Option<f64>,
+}
+
+impl Default for Group {
+    fn default() -> Self {
+        Self { lr: None, lr_multiplier: 1.0, betas: None, eps: None, weight_decay: None }
+    }
+}
+
+/// What a parameter can be besides name, shape and dtype.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParamOptions {
+    /// Its optimizer group.
+    pub group: GroupId,
+    /// `false` freezes it: it gets no gradient, no optimizer state, no collective.
+    pub trainable: bool,
+    /// Element type of its gradient.
+    pub grad_dtype: DType,
+    /// Each model-parallel rank holds another part of it, so each counts in the norm.
+    pub tensor_parallel: bool,
+    /// Copies of one weight carry the same name here.
+    pub shared: Option<String>,
+    /// Gets a bucket of its own.
+    pub shared_embedding: bool,
+}
+
+impl Default for ParamOptions {
+    fn default() -> Self {
+        Self {
+            group: GroupId::DEFAULT,
+            trainable: true,
+            grad_dtype: DType::F32,
+            tensor_parallel: false,
+            shared: None,
+            shared_embedding: false,
+        }
+    }
+}
+
+/// A parameter as it was registered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParamInfo {
+    /// Its id.
+    pub id: ParamId,
+    /// Its name.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Its element type.
+    pub dtype: DType,
+    /// Its element count.
+    pub numel: usize,
+    /// The chunk in which it was registered.
+    pub chunk: ChunkId,
+    /// The rest.
+    pub options: ParamOptions,
+    pub(crate) units: Vec<UnitId>,
+}
+
+/// A unit as it was registered.
+#[derive(Clone, Debug)]
+pub(crate) struct UnitInfo {
+    pub(crate) name: String,
+    pub(crate) chunk: ChunkId,
+    pub(crate) params: Vec<ParamId>,
+}
+
+/// The model was refused.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ModelError {
+    /// The same name again.
+    #[error(
+        "parameter `{name}` is registered twice, with shapes {first:?} and {second:?}: register it once, and let other units use it with use_param"
+    )]
+    RegisteredTwice {
+        /// The name.
+        name: String,
+        /// The shape at first.
+        first: Vec<usize>,
+        /// The shape now.
+        second: Vec<usize>,
+    },
+    /// The same unit name again.
+    #[error("unit `{name}` is registered twice: give each unit a name of its own")]
+    UnitTwice {
+        /// The name.
+        name: String,
+    },
+    /// Copies of one weight must be equal in shape.
+    #[error(
+        "shapes disagree: `{first}` has {first_shape:?} but `{second}` has {second_shape:?}, and both are copies of `{shared}`"
+    )]
+    ShapesDisagree {
+        /// What they are copies of.
+        shared: String,
+        /// The copy registered first.
+        first: String,
+        /// Its shape.
+        first_shape: Vec<usize>,
+        /// The other copy.
+        second: String,
+        /// Its shape.
+        second_shape: Vec<usize>,
+    },
+    /// A dimension is 0, or the product does not fit.
+    #[error("parameter `{name}` has the impossible shape {shape:?}: every dimension must be at least 1")]
+    BadShape {
+        /// Which parameter.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// The dtype is none that can be trained.
+    #[error("parameter `{name}` has the unsupported dtype `{dtype}`: use f32, bf16 or f16")]
+    UnsupportedDType {
+        /// Which parameter.
+        name: String,
+        /// What was given.
+        dtype: String,
+    },
+    /// An id that this model did not give out.
+    #[error("there is no {what} {id} in this model; use the ids that its registration returned")]
+    Unknown {
+        /// `chunk`, `unit`, `parameter` or `group`.
+        what: &'static str,
+        /// The number.
+        id: u32,
+    },
+    /// Units are numbered in forward order.
+    #[error(
+        "unit `{unit}` of chunk {chunk} is registered after a unit of chunk {last}: register in forward order, chunk by chunk"
+    )]
+    OutOfOrder {
+        /// Which unit.
+        unit: String,
+        /// Its chunk.
+        chunk: u32,
+        /// The chunk registered last.
+        last: u32,
+    },
+    /// A hyperparameter out of range.
+    #[error("group {group}: {what} = {value} is out of range")]
+    BadGroup {
+        /// Which group.
+        group: u32,
+        /// Which hyperparameter.
+        what: &'static str,
+        /// Its value.
+        value: f64,
+    },
+    /// A model description that is no TOML, or has other fields.
+    #[error("the model description cannot be read: {reason}")]
+    Description {
+        /// What is wrong, with the line.
+        reason: String,
+    },
+    /// The plan refused it.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+}
+
+/// Chunks, units and parameters in forward order, and optimizer groups.
+///
+/// ```
+/// use gatherflow::{DType, Model};
+///
+/// let mut model = Model::new();
+/// let chunk = model.chunk();
+/// let embed = model.unit(chunk, "embed")?;
+/// let table = model.param(embed, "embed.table", &[256, 64], DType::Bf16)?;
+/// let head = model.unit(chunk, "head")?;
+/// model.use_param(head, table)?; // tied: the head uses the embedding's weight
+/// assert!(model.param(head, "embed.table", &[64], DType::Bf16).is_err());
+/// # Ok::<(), gatherflow::ModelError>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Model {
+    pub(crate) groups: Vec<Group>,
+    chunks: u32,
+    pub(crate) units: Vec<UnitInfo>,
+    pub(crate) params: Vec<ParamInfo>,
+    unit_names: HashSet<String>,
+    by_name: HashMap<String, ParamId>,
+    shared: HashMap<String, ParamId>,
+}
+
+impl Default for Model {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Model {
+    /// An empty model with the default group.
+    pub fn new() -> Self {
+        Self {
+            groups: vec![Group::default()],
+            chunks: 0,
+            units: Vec::new(),
+            params: Vec::new(),
+            unit_names: HashSet::new(),
+            by_name: HashMap::new(),
+            shared: HashMap::new(),
+        }
+    }
+
+    /// A new optimizer group.
+    ///
+    /// # Errors
+    /// [`ModelError::BadGroup`] names the hyperparameter that is out of range.
+    pub fn group(&mut self, group: Group) -> Result<GroupId, ModelError> {
+        let id = self.groups.len() as u32;
+        let from_0 = |x: f64| x.is_finite() && x >= 0.0;
+        let below_1 = |x: f64| (0.0..1.0).contains(&x);
+        let checks = [
+            ("lr", group.lr.filter(|x| !from_0(*x))),
+            ("lr_multiplier", Some(group.lr_multiplier).filter(|x| !from_0(*x))),
+            ("beta1", group.betas.map(|b| b.0).filter(|x| !below_1(*x))),
+            ("beta2", group.betas.map(|b| b.1).filter(|x| !below_1(*x))),
+            ("eps", group.eps.filter(|x| !from_0(*x) || *x == 0.0)),
+            ("weight_decay", group.weight_decay.filter(|x| !from_0(*x))),
+        ];
+        if let Some((what, value)) = checks.into_iter().find_map(|(what, bad)| Some((what, bad?))) {
+            return Err(ModelError::BadGroup { group: id, what, value });
+        }
+        self.groups.push(group);
+        Ok(GroupId(id))
+    }
+
+    /// A new chunk, after all others in forward order.
+    pub fn chunk(&mut self) -> ChunkId {
+        self.chunks += 1;
+        ChunkId(self.chunks - 1)
+    }
+
+    /// A new unit: what the executor enters at once. After all others of its chunk in forward order.
+    ///
+    /// # Errors
+    /// [`ModelError`]: an unknown chunk, a name registered twice, a chunk that is not the last one.
+    pub fn unit(&mut self, chunk: ChunkId, name: impl Into<String>) -> Result<UnitId, ModelError> {
+        let name = name.into();
+        if chunk.0 >= self.chunks {
+            return Err(ModelError::Unknown { what: "chunk", id: chunk.0 });
+        }
+        if let Some(last) = self.units.last().map(|u| u.chunk).filter(|last| chunk < *last) {
+            return Err(ModelError::OutOfOrder { unit: name, chunk: chunk.0, last: last.0 });
+        }
+        if !self.unit_names.insert(name.clone()) {
+            return Err(ModelError::UnitTwice { name });
+        }
+        self.units.push(UnitInfo { name, chunk, params: Vec::new() });
+        Ok(UnitId::from_index(self.units.len() - 1))
+    }
+
+    /// A trainable parameter of the default group with f32 gradients.
+    ///
+    /// # Errors
+    /// [`ModelError`]: an unknown unit, a name registered twice, an impossible shape.
+    pub fn param(
+        &mut self,
+        unit: UnitId,
+        name: impl Into<String>,
+        shape: &[usize],
+        dtype: DType,
+    ) -> Result<ParamId, ModelError> {
+        self.param_with(unit, name, shape, dtype, ParamOptions::default())
+    }
+
+    /// A parameter with options.
+    ///
+    /// # Errors
+    /// As [`Model::param`], and an unknown group, and copies of one weight whose shapes disagree.
+    pub fn param_with(
+        &mut self,
+        unit: UnitId,
+        name: impl Into<String>,
+        shape: &[usize],
+        dtype: DType,
+        options: ParamOptions,
+    ) -> Result<ParamId, ModelError> {
+        let name = name.into();
+        let shape = if shape.is_empty() { vec![1] } else { shape.to_vec() };
+        let chunk = self.unit_info(unit)?.chunk;
+        if let Some(first) = self.by_name.get(&name) {
+            let first = self.params[first.index()].shape.clone();
+            return Err(ModelError::RegisteredTwice { name, first, second: shape });
+        }
+        let numel = shape.iter().try_fold(1_usize, |n, d| n.checked_mul(*d)).filter(|n| *n > 0);
+        let Some(numel) = numel else { return Err(ModelError::BadShape { name, shape }) };
+        if options.group.0 as usize >= self.groups.len() {
+            return Err(ModelError::Unknown { what: "group", id: options.group.0 });
+        }
+        let id = ParamId::from_index(self.params.len());
+        self.check_copy(&name, &shape, &options)?;
+        if let Some(shared) = &options.shared {
+            self.shared.entry(shared.clone()).or_insert(id);
+        }
+        self.by_name.insert(name.clone(), id);
+        self.units[unit.index()].params.push(id);
+        self.params.push(ParamInfo { id, name, shape, dtype, numel, chunk, options, units: vec![unit] });
+        Ok(id)
+    }
+
+    /// Lets another unit use a parameter that is registered already (tied weights).
+    ///
+    /// # Errors
+    /// [`ModelError::Unknown`].
+    pub fn use_param(&mut self, unit: UnitId, param: ParamId) -> Result<(), ModelError> {
+        self.unit_info(unit)?;
+        let info = self.params.get_mut(param.index()).ok_or(ModelError::Unknown { what: "parameter", id: param.0 })?;
+        if !info.units.contains(&unit) {
+            info.units.push(unit);
+            self.units[unit.index()].params.push(param);
+        }
+        Ok(())
+    }
+
+    /// The parameters in registration order.
+    pub fn params(&self) -> &[ParamInfo] {
+        &self.params
+    }
+
+    pub(crate) fn chunk_count(&self) -> usize {
+        self.chunks as usize
+    }
+
+    /// A parameter by name.
+    pub fn find(&self, name: &str) -> Option<ParamId> {
+        self.by_name.get(name).copied()
+    }
+
+    /// The plan of this model for so many ranks.
+    ///
+    /// # Errors
+    /// An [`Error`] that names what the configuration or the plan refuses.
+    pub fn plan(&self, ranks: usize, config: &Config) -> Result<Plan, Error> {
+        config.validate_for(ranks, self.f16_params())?;
+        Ok(Plan::new(&self.plan_input(ranks, config)).map_err(ModelError::from)?)
+    }
+
+    fn plan_input(&self, ranks: usize, config: &Config) -> PlanInput {
+        let mut chunks = vec![ChunkSpec::default(); self.chunks as usize];
+        for unit in &self.units {
+            chunks[unit.chunk.0 as usize].units.push(UnitSpec { name: unit.name.clone(), params: unit.params.clone() });
+        }
+        let params = self.params.iter().map(|p| ParamSpec {
+            name: p.name.clone(),
+            shape: p.shape.clone(),
+            dtype: p.dtype,
+            grad_dtype: p.options.grad_dtype,
+            group: p.options.group.0 as usize,
+            trainable: p.options.trainable,
+            shared_embedding: p.options.shared_embedding,
+            tensor_parallel: p.options.tensor_parallel,
+            shared: p.options.shared.clone(),
+            shard_group: ShardGroup::AllRanks,
+            chunk: p.chunk.0 as usize,
+        });
+        PlanInput {
+            ranks,
+            chunks,
+            params: params.collect(),
+            groups: self.groups.len(),
+            bucketing: config.bucketing(),
+            alignment: if config.bandwidth_alignment { Alignment::Bandwidth } else { Alignment::Standard },
+            model_parallel_rank: 0,
+        }
+    }
+
+    fn f16_params(&self) -> impl Iterator<Item = &str> {
+        self.params.iter().filter(|p| p.dtype == DType::F16 && p.options.trainable).map(|p| p.name.as_str())
+    }
+
+    fn unit_info(&self, unit: UnitId) -> Result<&UnitInfo, ModelError> {
+        self.units.get(unit.index()).ok_or(ModelError::Unknown { what: "unit", id: unit.0 })
+    }
+
+    fn check_copy(&self, name: &str, shape: &[usize], options: &ParamOptions) -> Result<(), ModelError> {
+        let Some(shared) = &options.shared else { return Ok(()) };
+        let Some(first) = self.shared.get(shared).map(|id| &self.params[id.index()]) else { return Ok(()) };
+        if first.shape == shape {
+            return Ok(());
+        }
+        Err(ModelError::ShapesDisagree {
+            shared: shared.clone(),
+            first: first.name.clone(),
+            first_shape: first.shape.clone(),
+            second: name.to_owned(),
+            second_shape: shape.to_vec(),
+        })
+    }
+}

@@ -1,0 +1,130 @@
+//! A model written down as TOML, for `gatherflow plan`, and a GPT-like one made from three numbers.
+
+use serde::Deserialize;
+
+use super::{Model, ModelError};
+use crate::actors::DType;
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Description {
+    chunk: Vec<Chunk>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Chunk {
+    unit: Vec<Unit>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Unit {
+    name: String,
+    #[serde(default)]
+    params: Vec<Param>,
+    /// Names of parameters that earlier units registered.
+    #[serde(default)]
+    uses: Vec<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Param {
+    name: String,
+    shape: Vec<usize>,
+    dtype: String,
+    #[serde(default = "yes")]
+    trainable: bool,
+    #[serde(default)]
+    shared: Option<String>,
+    #[serde(default)]
+    shared_embedding: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+impl Model {
+    /// Reads a model description.
+    ///
+    /// ```
+    /// let model = gatherflow::Model::from_toml(r#"
+    ///     [[chunk]]
+    ///     [[chunk.unit]]
+    ///     name = "embed"
+    ///     params = [{ name = "embed.table", shape = [256, 64], dtype = "bf16" }]
+    ///     [[chunk.unit]]
+    ///     name = "head"
+    ///     params = [{ name = "head.bias", shape = [256], dtype = "f32", trainable = false }]
+    ///     uses = ["embed.table"]
+    /// "#)?;
+    /// assert_eq!(model.params().len(), 2);
+    /// # Ok::<(), gatherflow::ModelError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ModelError`] names the line, parameter, dtype or shape that is wrong.
+    pub fn from_toml(text: &str) -> Result<Self, ModelError> {
+        let description: Description = toml::from_str(text)
+            .map_err(|e| ModelError::Description { reason: e.to_string().trim_end().to_owned() })?;
+        let mut model = Self::new();
+        for chunk in description.chunk {
+            let id = model.chunk();
+            for unit in chunk.unit {
+                let unit_id = model.unit(id, unit.name)?;
+                for param in unit.params {
+                    let Some(dtype) = DType::parse(&param.dtype) else {
+                        return Err(ModelError::UnsupportedDType { name: param.name, dtype: param.dtype });
+                    };
+                    let options = super::ParamOptions {
+                        trainable: param.trainable,
+                        shared: param.shared,
+                        shared_embedding: param.shared_embedding,
+                        ..super::ParamOptions::default()
+                    };
+                    model.param_with(unit_id, param.name, &param.shape, dtype, options)?;
+                }
+                for name in unit.uses {
+                    let param = model.find(&name).ok_or_else(|| ModelError::Description {
+                        reason: format!("`uses` names `{name}`, which no earlier unit registers"),
+                    })?;
+                    model.use_param(unit_id, param)?;
+                }
+            }
+        }
+        Ok(model)
+    }
+
+    /// The shapes of a GPT with tied embeddings: token and position tables, `layers` blocks (attention and feed-forward
+    /// halves are units of their own), a final norm. 16-bit weights, f32 norms and biases.
+    ///
+    /// # Errors
+    /// [`ModelError::BadShape`] where a number is 0 or too large.
+    pub fn gpt(layers: usize, width: usize, vocab: usize, context: usize) -> Result<Self, ModelError> {
+        let mut model = Self::new();
+        let chunk = model.chunk();
+        let embed = model.unit(chunk, "embed")?;
+        let table = model.param(embed, "embed.tokens", &[vocab, width], DType::Bf16)?;
+        model.param(embed, "embed.positions", &[context, width], DType::Bf16)?;
+        let wide = |factor: usize| width.saturating_mul(factor);
+        for layer in 0..layers {
+            for (half, first, second) in [("attn", wide(3), width), ("ffn", wide(4), wide(4))] {
+                let name = format!("block{layer}.{half}");
+                let unit = model.unit(chunk, name.as_str())?;
+                model.param(unit, format!("{name}.norm.gamma"), &[width], DType::F32)?;
+                model.param(unit, format!("{name}.norm.beta"), &[width], DType::F32)?;
+                model.param(unit, format!("{name}.in.weight"), &[first, width], DType::Bf16)?;
+                model.param(unit, format!("{name}.in.bias"), &[first], DType::F32)?;
+                model.param(unit, format!("{name}.out.weight"), &[width, second], DType::Bf16)?;
+                model.param(unit, format!("{name}.out.bias"), &[width], DType::F32)?;
+            }
+        }
+        let head = model.unit(chunk, "head")?;
+        model.param(head, "head.norm.gamma", &[width], DType::F32)?;
+        model.param(head, "head.norm.beta", &[width], DType::F32)?;
+        model.use_param(head, table)?;
+        Ok(model)
+    }
+}

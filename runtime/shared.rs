@@ -1,0 +1,270 @@
+//! What an engine, its passes and its owned handles share on one rank.
+//!
+//! It turns ids into memory and keeps rule V3 where types cannot: a count of live guards per parameter, and the number of
+//! the step they belong to. Guards hold leases; the count is what lets `step` refuse, naming the parameter, instead of
+//! meeting a held lease. Reads and writes are told to the device (`access`) for its checker.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+use crate::actors::{
+    Access, AccessMode, BufRange, DType, Device, Element, Lease, ParamId, Session, Spoiled, StreamId, UnitId,
+};
+use crate::error::Error;
+use crate::gradients::{Gradients, Refused};
+use crate::guard::WriteMode;
+use crate::model::{ChunkId, Model, ParamInfo, UnitInfo};
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) rank: usize,
+    pub(crate) session: Arc<Session>,
+    pub(crate) model: Model,
+    pub(crate) gradients: Gradients,
+    device: Arc<dyn Device>,
+    executor: StreamId,
+    param_ranges: Box<[BufRange]>,
+    grad_ranges: Box<[Option<BufRange>]>,
+    live: Box<[AtomicU32]>,
+    steps: AtomicU64,
+    closed: AtomicBool,
+}
+
+impl Shared {
+    pub(crate) fn new(rank: usize, session: Arc<Session>, model: Model) -> Self {
+        let ids = || model.params().iter().map(|p| p.id);
+        Self {
+            rank,
+            gradients: Gradients::new(model.params().len(), model.units.len(), model.chunk_count()),
+            device: session.device().clone(),
+            executor: session.executor(),
+            param_ranges: ids().map(|id| session.param_range(id)).collect(),
+            grad_ranges: ids().map(|id| session.grad_range(id)).collect(),
+            live: ids().map(|_| AtomicU32::new(0)).collect(),
+            steps: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
+            session,
+            model,
+        }
+    }
+
+    /// The number of `step` calls so far.
+    pub(crate) fn steps(&self) -> u64 {
+        self.steps.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn check_open(&self) -> Result<(), Error> {
+        if self.closed.load(Ordering::SeqCst) { Err(Error::closed().on_rank(self.rank)) } else { Ok(()) }
+    }
+
+    pub(crate) fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn param(&self, param: ParamId) -> Result<&ParamInfo, Error> {
+        self.model.params().get(param.index()).ok_or_else(|| {
+            Error::misuse(format!("there is no parameter {}: use the ids that registration returned", param.0))
+                .on_rank(self.rank)
+        })
+    }
+
+    /// The unit, if it is one of this chunk.
+    pub(crate) fn unit_of(&self, chunk: ChunkId, unit: UnitId) -> Result<&UnitInfo, Error> {
+        match self.model.units.get(unit.index()) {
+            Some(info) if info.chunk == chunk => Ok(info),
+            other => Err(self.wrong_unit(chunk, unit, other)),
+        }
+    }
+
+    #[cold]
+    fn wrong_unit(&self, chunk: ChunkId, unit: UnitId, info: Option<&UnitInfo>) -> Error {
+        Error::misuse(match info {
+            Some(info) => {
+                format!("unit `{}` is in chunk {}, but this pass is of chunk {}", info.name, info.chunk.0, chunk.0)
+            }
+            None => format!("there is no unit {}: use the ids that registration returned", unit.0),
+        })
+        .on_rank(self.rank)
+    }
+
+    /// Waits until the parameters of the unit are there, and counts the entry where that matters.
+    pub(crate) fn enter(&self, chunk: ChunkId, unit: UnitId, counts: bool) -> Result<(), Error> {
+        self.unit_of(chunk, unit)?;
+        self.session.enter(unit)?;
+        if counts {
+            self.gradients.entered(unit);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn begin_backward(&self, chunk: ChunkId, unit: UnitId, counts: bool) -> Result<(), Error> {
+        let info = self.unit_of(chunk, unit)?;
+        if counts && !self.gradients.backward(unit) {
+            return Err(Error::misuse(format!(
+                "backward of unit `{}` more often than forward entered it in the last microbatch (recomputation uses reenter)",
+                info.name
+            ))
+            .on_rank(self.rank));
+        }
+        Ok(())
+    }
+
+    /// Backward has left the unit: parameters that are complete by that go on their way.
+    pub(crate) fn left(&self, unit: UnitId, counts: bool) -> Result<(), Error> {
+        if !counts {
+            return Ok(());
+        }
+        self.gradients.left(unit);
+        let mut first_error = Ok(());
+        for param in &self.model.units[unit.index()].params {
+            first_error = first_error.and(self.tell_if_complete(*param));
+        }
+        first_error
+    }
+
+    fn tell_if_complete(&self, param: ParamId) -> Result<(), Error> {
+        let units = &self.model.params()[param.index()].units;
+        match self.gradients.take_complete(param, units) {
+            Some(event) => Ok(self.session.gradient_complete(param, event)?),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn check_dtype<T: Element>(&self, info: &ParamInfo, what: &str, dtype: DType) -> Result<(), Error> {
+        if dtype == T::DTYPE {
+            return Ok(());
+        }
+        Err(Error::misuse(format!("the {what} is {dtype}, but was asked for as {}", T::DTYPE))
+            .on_rank(self.rank)
+            .of_parameter(&*info.name))
+    }
+
+    /// Counts a guard of the parameter until the returned value is dropped.
+    pub(crate) fn hold<S: std::ops::Deref<Target = Self>>(this: S, param: ParamId) -> Live<S> {
+        this.live[param.index()].fetch_add(1, Ordering::SeqCst);
+        Live { shared: this, param }
+    }
+
+    /// A read lease of a parameter that is ready.
+    pub(crate) fn lease_param<T: Element>(&self, param: ParamId) -> Result<Lease, Error> {
+        let info = self.param(param)?;
+        self.check_dtype::<T>(info, "parameter", info.dtype)?;
+        self.lease_bytes(param)
+    }
+
+    /// A read lease of a parameter that is ready, of any dtype.
+    pub(crate) fn lease_bytes(&self, param: ParamId) -> Result<Lease, Error> {
+        let access = Access { range: self.param_ranges[param.index()], mode: AccessMode::Read };
+        self.lease(self.param(param)?, access)
+    }
+
+    /// Begins a write of a gradient: waits until its memory is free, leases it, prepares it.
+    pub(crate) fn begin_write<T: Element>(&self, param: ParamId, zeroed: bool) -> Result<(Lease, WriteMode), Error> {
+        let info = self.param(param)?;
+        let name = || info.name.as_str();
+        let Some(range) = self.grad_ranges[param.index()] else {
+            return Err(Error::misuse("a frozen parameter has no gradient").on_rank(self.rank).of_parameter(name()));
+        };
+        self.check_dtype::<T>(info, "gradient", info.options.grad_dtype)?;
+        let first = self.gradients.begin(param).map_err(|refused| {
+            Error::misuse(match refused {
+                Refused::GuardAlive => "a gradient guard of it is alive: complete it before asking for another",
+                Refused::Complete => {
+                    "its gradient is complete, since backward has left all its units: enter a unit as often as backward leaves it"
+                }
+            })
+            .on_rank(self.rank)
+            .of_parameter(name())
+        })?;
+        let lease =
+            self.prepare::<T>(info, range, first, zeroed).inspect_err(|_| self.gradients.cancel(param, first))?;
+        Ok((lease, if first && !zeroed { WriteMode::Overwrite } else { WriteMode::Accumulate }))
+    }
+
+    fn prepare<T: Element>(
+        &self,
+        info: &ParamInfo,
+        range: BufRange,
+        first: bool,
+        zeroed: bool,
+    ) -> Result<Lease, Error> {
+        if first {
+            self.session.gradient_free(info.id)?;
+        }
+        let mut lease = self.lease(info, Access { range, mode: AccessMode::Write })?;
+        let memory = lease.as_mut_slice::<T>().map_err(|e| self.lease_error(info, &e))?;
+        if first && zeroed {
+            memory.fill(T::from_f32(0.0));
+        } else if first && cfg!(debug_assertions) {
+            memory.fill(T::from_f32(f32::NAN));
+        }
+        Ok(lease)
+    }
+
+    /// A write has ended, its lease is given back.
+    pub(crate) fn end_write(&self, param: ParamId) -> Result<(), Error> {
+        self.gradients.end(param, self.device.record(self.executor));
+        self.tell_if_complete(param)
+    }
+
+    /// A guard was dropped without `complete`.
+    pub(crate) fn abandon_write(&self, param: ParamId) {
+        tracing::warn!(
+            target: "gatherflow::gradients",
+            rank = self.rank,
+            step = self.steps(),
+            param = %self.model.params()[param.index()].name,
+            "a gradient was abandoned; every rank will skip this step"
+        );
+        self.gradients.spoil(Spoiled::Abandoned { param: param.0 });
+        // A failure here is fatal and meets the caller's next call.
+        let _ = self.end_write(param);
+    }
+
+    fn lease(&self, info: &ParamInfo, access: Access) -> Result<Lease, Error> {
+        self.device.access(self.executor, access);
+        self.device.lease(access.range, access.mode).map_err(|e| self.lease_error(info, &e))
+    }
+
+    #[cold]
+    fn lease_error(&self, info: &ParamInfo, error: &crate::actors::LeaseError) -> Error {
+        Error::misuse(error.to_string()).on_rank(self.rank).of_parameter(&*info.name)
+    }
+
+    /// Ends the step for all guards: those that are asked for from now on belong to the next one.
+    ///
+    /// # Errors
+    /// Names a parameter with a live guard; the step then goes on.
+    pub(crate) fn end_guards(&self) -> Result<(), Error> {
+        self.steps.fetch_add(1, Ordering::SeqCst);
+        self.check_no_guards("step").inspect_err(|_| {
+            self.steps.fetch_sub(1, Ordering::SeqCst);
+        })
+    }
+
+    pub(crate) fn check_no_guards(&self, what: &str) -> Result<(), Error> {
+        match self.live.iter().position(|live| live.load(Ordering::SeqCst) > 0) {
+            None => Ok(()),
+            Some(index) => Err(Error::misuse(format!("a guard of it is alive: drop it before {what}"))
+                .on_rank(self.rank)
+                .of_parameter(&*self.model.params()[index].name)),
+        }
+    }
+}
+
+/// A counted guard.
+#[derive(Debug)]
+pub(crate) struct Live<S: std::ops::Deref<Target = Shared>> {
+    pub(crate) shared: S,
+    pub(crate) param: ParamId,
+}
+
+impl<S: std::ops::Deref<Target = Shared>> Drop for Live<S> {
+    fn drop(&mut self) {
+        self.shared.live[self.param.index()].fetch_sub(1, Ordering::SeqCst);
+    }
+}
