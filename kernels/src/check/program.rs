@@ -82,7 +82,8 @@ impl<'a> Program<'a> {
             let point = Point { stream, epoch: self.streams[stream].entries.len() as u32 };
             match entry {
                 LogEntry::Record { event, .. } => {
-                    if *self.events.entry((rank, *event)).or_insert(point) != point {
+                    let first = *self.events.entry((rank, *event)).or_insert(point);
+                    if first != point {
                         findings.add(|f| Violation::RepeatedEvent { site: f.site(rank, position) });
                     }
                 }
