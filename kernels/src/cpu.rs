@@ -185,7 +185,7 @@ impl Device for CpuDevice {
     }
 
     fn poison(&self, cause: Cause) {
-        self.state.poison(cause);
+        self.state.poison(&cause);
     }
 
     fn drain_spans(&self, into: &mut Vec<Span>) {
@@ -202,7 +202,7 @@ impl Drop for CpuDevice {
             return;
         }
         let message = "the device was closed while work was under way";
-        self.state.poison(Arc::new(self.state.failure(FailureKind::Closed, message)));
+        self.state.poison(&Arc::new(self.state.failure(FailureKind::Closed, message)));
         let deadline = Instant::now() + GRACE;
         let stuck = late.into_iter().filter_map(|stream| stream.join_until(deadline).err()).count();
         if stuck > 0 {

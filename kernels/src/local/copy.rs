@@ -90,7 +90,7 @@ unsafe fn sum<T: Element>(numel: usize, rank: usize, posts: &[Post]) {
                 total.iter_mut().zip(&*wide).for_each(|(sum, x)| *sum += x);
             }
         }
-        // SAFETY: `numel` elements fit `recv`, which is aligned; no peer reads them, and no slice of them is alive.
-        unsafe { std::ptr::copy_nonoverlapping(total.as_ptr(), posts[rank].recv.cast::<f32>().add(start), count) };
+        // SAFETY: `numel` elements fit `recv`; no peer reads them, and no slice of them is alive. Copied as bytes.
+        unsafe { std::ptr::copy_nonoverlapping(total.as_ptr().cast(), posts[rank].recv.add(4 * start), 4 * count) };
     }
 }
