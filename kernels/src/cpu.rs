@@ -1,9 +1,9 @@
 //! The CPU device: streams are threads.
 //!
 //! The executor's stream is whoever calls: work enqueued on it runs inline, waiting on it parks the caller, an event
-//! recorded on it is already done. Optimizer, reduce and gather each have one thread ([`stream`]), started when first
+//! recorded on it is already done. Optimizer, reduce and gather each have one thread (`stream`), started when first
 //! asked for, that takes its queue in order. Work holds the cells of memory it touches ([`crate::lease`]), so what it
-//! does can never alias a lease; [`execute`] says what each kind of work does.
+//! does can never alias a lease; `execute` says what each kind of work does.
 //!
 //! The first failure (work that fails or panics, a wait on a failed event, [`Device::poison`]) fails the device: every
 //! open event ends with its cause at once, also behind an item that is stuck, the transport is aborted, and nothing runs
