@@ -131,6 +131,7 @@ fn start(
     }
     let started = device.record(streams.optimizer);
     await_start(&started, &control, config.deadlines.start_up)?;
+    device.wait(streams.executor, &started).map_err(device_error)?;
     control.board().issued.store(seq, std::sync::atomic::Ordering::SeqCst);
 
     let face = Arc::new(Face::new(rank, plan.buckets().len(), &started));
