@@ -128,9 +128,9 @@ impl Default for Config {
             interval: 1000,
             hysteresis: 2,
             steps_in_flight: 2,
-            start_up: Duration::from_secs(600),
-            collective: Duration::from_secs(600),
-            silence: Duration::from_secs(600),
+            start_up: Duration::from_mins(10),
+            collective: Duration::from_mins(10),
+            silence: Duration::from_mins(10),
             check_order_every: 100,
             start_params: StartParams::Broadcast,
         }

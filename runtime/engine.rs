@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 
 use crate::actors::{Average, Element};
 use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
@@ -25,7 +25,7 @@ use crate::pass::{Mode, Pass};
 use crate::report::Report;
 use crate::shared::Shared;
 
-pub use start::ParamMut;
+pub use start::{Internals, ParamMut};
 
 /// One rank of a training job. See the [crate](crate) for a whole program.
 ///
@@ -201,16 +201,12 @@ impl Engine {
 
     /// Brings t up to what is known, without waiting.
     fn look_at_outcomes(&mut self) -> Result<(), Error> {
-        while self.unknown_from < self.shared.steps() {
-            match self.shared.session.poll_outcome(self.unknown_from, Waker::noop()) {
-                Poll::Pending => break,
-                Poll::Ready(outcome) => {
-                    if outcome?.report.updated {
-                        self.known_t.iter_mut().for_each(|t| *t += 1);
-                    }
-                    self.unknown_from += 1;
-                }
+        let session = &self.shared.session;
+        while self.unknown_from < session.finished_steps() {
+            if session.outcome(self.unknown_from)?.report.updated {
+                self.known_t.iter_mut().for_each(|t| *t += 1);
             }
+            self.unknown_from += 1;
         }
         Ok(())
     }

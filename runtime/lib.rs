@@ -16,11 +16,14 @@ mod ranks;
 mod report;
 mod shared;
 
-pub use actors::{
-    Average, BucketId, Counters, DType, Element, Link, OnNonFinite, Overlap, ParamId, Plan, PlanError, StartParams,
-    StepTimes, UnitId,
-};
+pub use gatherflow_actors::plan::{BucketId, ParamId, Plan, PlanError, UnitId};
+pub use gatherflow_actors::{Counters, Overlap, StartParams, StepTimes};
+pub use gatherflow_kernels::verdict::{Average, OnNonFinite};
+pub use gatherflow_kernels::{DType, Element, Link};
+
 pub use config::{Config, ConfigError, Credits, KEYS, Key, ScalerKind, Unused, table};
+#[doc(hidden)]
+pub use engine::Internals;
 pub use engine::{Engine, ParamMut, Ready};
 pub use error::{Error, ErrorKind};
 pub use guard::{Grad, OwnedGrad, OwnedRead, Read, WriteMode};
