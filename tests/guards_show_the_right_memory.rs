@@ -1,5 +1,5 @@
 //! What guards show: own memory without copies, old memory never by accident, and readiness that can be awaited.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::float_cmp)]
 
 mod small;
 

@@ -24,7 +24,6 @@ fn a_second_live_gradient_guard_is_an_error_naming_the_parameter() {
     gradient.fill(1.0);
     gradient.complete();
     back.leave().unwrap();
-    drop(pass);
     assert!(engine.step().unwrap().outcome().unwrap().updated);
 }
 
@@ -58,7 +57,6 @@ fn backward_more_often_than_forward_is_an_error_naming_the_unit() {
     pass.reenter(small.first).unwrap();
     write(&pass, small.first, &[small.tied], 1.0);
     misuse(pass.backward(small.first), "`first`");
-    drop(pass);
     let owned = engine.owned_pass(small.other_chunk, 0, true, Mode::Train).unwrap();
     misuse(owned.leave(small.other_unit), "`other`");
     owned.enter(small.other_unit).unwrap();
@@ -73,7 +71,6 @@ fn evaluation_has_no_backward_and_a_step_has_one_last_microbatch() {
     let pass = engine.pass(small.chunk, 0, false, Mode::Eval).unwrap();
     pass.enter(small.first).unwrap();
     misuse(pass.backward(small.first), "evaluation");
-    drop(pass);
     microbatch(&engine, &small, false, 1.0);
     microbatch(&engine, &small, true, 1.0);
     misuse(engine.pass(small.chunk, 2, false, Mode::Train), "chunk 0 has had its last microbatch");
