@@ -51,6 +51,8 @@
 #![forbid(unsafe_code)]
 
 mod actors;
+#[cfg(feature = "candle")]
+pub mod candle;
 mod config;
 mod engine;
 mod error;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 use crate::actors::{DType, Element, ParamId, UnitId};
 use crate::error::Error;
 use crate::guard::{OwnedGrad, OwnedRead};
-use crate::model::ChunkId;
+use crate::model::{ChunkId, ParamInfo};
 use crate::pass::{Mode, begin, check_trains};
 use crate::shared::{Live, Shared};
 
@@ -84,6 +84,14 @@ impl OwnedPass {
     /// An engine that is gone, or an unknown id.
     pub fn dtype(&self, param: ParamId) -> Result<DType, Error> {
         Ok(self.shared.upgrade().ok_or_else(Error::closed)?.param(param)?.dtype)
+    }
+
+    /// A parameter as it was registered.
+    ///
+    /// # Errors
+    /// An engine that is gone, or an unknown id.
+    pub fn info(&self, param: ParamId) -> Result<ParamInfo, Error> {
+        Ok(self.shared.upgrade().ok_or_else(Error::closed)?.param(param)?.clone())
     }
 
     /// The gradient of a parameter. The first write of a step overwrites, later ones accumulate ([`OwnedGrad::mode`]).

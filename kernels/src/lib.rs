@@ -31,6 +31,8 @@ pub mod event;
 pub mod isa;
 pub mod lease;
 pub mod local;
+#[cfg(feature = "matmul")]
+pub mod matmul;
 pub mod norm;
 pub mod null;
 mod open;

@@ -1,6 +1,6 @@
 //! A scripted executor: models, forward orders, skips and unused parameters drawn from a seed, run on every rank of the null
 //! device by the plain loop.
-#![allow(dead_code)]
+#![allow(dead_code, unreachable_pub)]
 
 use std::sync::Arc;
 

@@ -1,0 +1,25 @@
+//! Errors of the engine on their way through candle.
+
+use candle_core::Error as CandleError;
+
+use crate::error::Error;
+
+/// Wraps an error of the engine so that [`cause`] finds it again.
+pub(super) fn lift(error: Error) -> CandleError {
+    let context = error.to_string();
+    CandleError::WrappedContext { wrapped: Box::new(error), context }
+}
+
+/// The error of the engine inside an error of candle, if that is what stopped an operation.
+///
+/// A caller that gets `Some` handles it like any other error of the engine (it may be fatal); `None` means that candle
+/// itself or a shape was wrong.
+pub fn cause(error: &CandleError) -> Option<&Error> {
+    match error {
+        CandleError::WrappedContext { wrapped, .. } => wrapped.downcast_ref(),
+        CandleError::Context { inner, .. }
+        | CandleError::WithPath { inner, .. }
+        | CandleError::WithBacktrace { inner, .. } => cause(inner),
+        _ => None,
+    }
+}
