@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
-pub use keys::{KEYS, Key, table};
+pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

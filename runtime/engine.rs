@@ -97,8 +97,7 @@ impl Engine {
     /// # Errors
     /// An unknown chunk, a training pass after the last one of this step, a closed or failed engine.
     pub fn pass(&self, chunk: ChunkId, microbatch: usize, last: bool, mode: Mode) -> Result<Pass<'_>, Error> {
-        let _ = microbatch;
-        Pass::new(&self.shared, chunk, last, mode)
+        Pass::new(&self.shared, chunk, microbatch, last, mode)
     }
 
     /// As [`Engine::pass`], for adapters that need `'static`: checked at run time instead.
@@ -190,6 +189,14 @@ impl Engine {
         let host =
             HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop: std::mem::take(&mut self.stop) };
         gradients.reset();
+        tracing::debug!(
+            target: "gatherflow::engine",
+            rank = self.shared.rank,
+            step = self.unknown_from + possible - 1,
+            unwritten = leftovers.unwritten.len(),
+            unfinished = leftovers.unfinished.len(),
+            "step"
+        );
         let step = self.shared.session.step(StepRequest {
             lrs,
             host,

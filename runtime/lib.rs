@@ -72,7 +72,7 @@ pub use gatherflow_actors::{Counters, Overlap, StartParams, StepTimes};
 pub use gatherflow_kernels::verdict::{Average, OnNonFinite};
 pub use gatherflow_kernels::{DType, Element, Link};
 
-pub use config::{Config, ConfigError, Credits, KEYS, Key, ScalerKind, Unused, table};
+pub use config::{Config, ConfigError, Credits, KEYS, Key, ScalerKind, Unused, config_table};
 #[doc(hidden)]
 pub use engine::Internals;
 pub use engine::{Engine, ParamMut, Ready};

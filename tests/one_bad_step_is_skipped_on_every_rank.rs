@@ -4,7 +4,9 @@
 
 mod small;
 
-use gatherflow::{Config, Engine, ErrorKind, GroupId, Lr, Mode, OnNonFinite, Unused};
+use gatherflow::{
+    Config, DType, Engine, ErrorKind, GroupId, Lr, Mode, Model, OnNonFinite, Overlap, ScalerKind, Unused,
+};
 use small::{Small, bits, config, microbatch, on_ranks};
 
 /// A good step, then `bad` on rank 1 only (the others take a good one), then a good step.
@@ -141,4 +143,38 @@ fn a_wish_to_stop_reaches_every_rank_in_the_same_step() {
         stops
     });
     assert!(stops.iter().all(|s| *s == [false, true, false]), "{stops:?}");
+}
+
+#[test]
+fn f16_training_recovers_once_the_dynamic_scale_has_backed_off_in_every_mode() {
+    let run = |overlap| {
+        on_ranks(2, |rank| {
+            let mut model = Model::new();
+            let chunk = model.chunk();
+            let unit = model.unit(chunk, "unit").unwrap();
+            let param = model.param(unit, "half", &[300], DType::F16).unwrap();
+            let config = config().overlap(overlap).scaler(ScalerKind::Dynamic);
+            let mut engine = Engine::new(rank, model, config, |_, out| out.fill_with(|i| i as f32 / 300.0)).unwrap();
+            let mut seen = Vec::new();
+            for step in 0..5 {
+                let scale = engine.loss_scale().unwrap();
+                let pass = engine.pass(chunk, 0, true, Mode::Train).unwrap();
+                pass.enter(unit).unwrap();
+                let overflow = step < 3 && engine.rank() == 1;
+                small::write(&pass, unit, &[param], if overflow { f32::INFINITY } else { 0.01 * scale });
+                let outcome = engine.step().unwrap().outcome().unwrap();
+                seen.push((outcome.updated, outcome.loss_scale.log2()));
+                assert!(outcome.grad_norm.is_none_or(|norm| (norm - 0.01 * 300_f64.sqrt()).abs() < 1e-6), "unscaled");
+            }
+            let hash = bits(&engine);
+            engine.close().unwrap();
+            (seen, hash)
+        })
+    };
+    let expected = vec![(false, 32.0), (false, 32.0), (false, 31.0), (true, 30.0), (true, 30.0)];
+    let none = run(Overlap::None);
+    assert_eq!(none[0].0, expected);
+    for overlap in [Overlap::None, Overlap::Chain, Overlap::Window] {
+        assert!(run(overlap).iter().all(|result| *result == none[0]), "{overlap:?}");
+    }
 }

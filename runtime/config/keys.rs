@@ -318,7 +318,7 @@ pub const KEYS: &[Key] = &[
 ];
 
 /// All keys as a Markdown table.
-pub fn table() -> String {
+pub fn config_table() -> String {
     let mut text = String::from("| key | values | default | meaning |\n| --- | --- | --- | --- |\n");
     for key in KEYS {
         // Writing to a string cannot fail.

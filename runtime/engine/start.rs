@@ -90,8 +90,14 @@ impl Engine {
         if config.is_explicit("emulate") && config.link() != rank.link {
             return Err(ConfigError::LinkDiffers.into());
         }
-        let options =
-            OpenOptions { device: config.device.clone(), transport: config.transport.clone(), ..internals.open };
+        let longest = config.collective.max(config.silence).saturating_mul(8);
+        let wait_limit = internals.open.wait_limit.max(longest);
+        let options = OpenOptions {
+            wait_limit,
+            device: config.device.clone(),
+            transport: config.transport.clone(),
+            ..internals.open
+        };
         let number = rank.rank();
         let mut give = |param: actors::ParamId, lease: &mut Lease| {
             let info = &model.params()[param.index()];
@@ -107,6 +113,15 @@ impl Engine {
             ..session_config(&model, &config, ranks)
         };
         let session = Session::start(rank.seat, plan, session_config, options, &mut give)?;
+        tracing::info!(
+            target: "gatherflow::engine",
+            rank = number,
+            ranks,
+            params = model.params().len(),
+            buckets = session.plan().buckets().len(),
+            overlap = ?config.overlap,
+            "engine started"
+        );
         let lrs = model.groups.iter().map(|g| Lr::Value(g.lr.unwrap_or(config.lr))).collect();
         let known_t = vec![0; model.groups.len()];
         Ok(Self {
