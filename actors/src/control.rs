@@ -107,6 +107,7 @@ pub struct Seat {
     world: Arc<LocalWorld>,
     hub: Arc<Hub>,
     rank: usize,
+    taken: bool,
 }
 
 /// The ranks of a job.
@@ -126,7 +127,7 @@ impl Ranks {
             meeting: Mutex::new(Meeting { brought: vec![None; ranks], failed: None }),
             met: Condvar::new(),
         });
-        Ok((0..ranks).map(|rank| Seat { world: world.clone(), hub: hub.clone(), rank }).collect())
+        Ok((0..ranks).map(|rank| Seat { world: world.clone(), hub: hub.clone(), rank, taken: false }).collect())
     }
 }
 
@@ -152,10 +153,19 @@ impl Seat {
     }
 }
 
+impl Seat {
+    /// From now on the session speaks for this rank.
+    pub(crate) fn taken(mut self) {
+        self.taken = true;
+    }
+}
+
 impl Drop for Seat {
     /// A seat that was never taken leaves, so that nobody waits for it.
     fn drop(&mut self) {
-        self.control().leave();
+        if !self.taken {
+            self.control().leave();
+        }
     }
 }
 

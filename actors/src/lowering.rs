@@ -56,6 +56,7 @@ pub struct Lowering {
     rule: VerdictRule,
     scaler: ScalerRule,
     report: Report,
+    buffers: HashMap<Purpose, Buffer>,
 }
 
 impl Lowering {
@@ -145,12 +146,18 @@ impl Lowering {
             rule,
             scaler,
             report: Report::new(),
+            buffers,
         })
     }
 
     /// The memory of a bucket.
     pub fn bucket(&self, bucket: BucketId) -> &BucketMemory {
         &self.buckets[bucket.0 as usize]
+    }
+
+    /// The whole allocation for a purpose.
+    pub fn allocation(&self, purpose: Purpose) -> Option<BufRange> {
+        self.buffers.get(&purpose).map(Buffer::whole)
     }
 
     /// A parameter's own memory.

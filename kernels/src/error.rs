@@ -180,6 +180,9 @@ pub enum DeviceError {
     /// A collective failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// There is no such local world, or no such rank in it.
+    #[error(transparent)]
+    World(#[from] crate::local::WorldError),
     /// The work does not fit its ranges.
     #[error("{work}: {reason}")]
     BadWork {

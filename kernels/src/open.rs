@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::collective::Comm;
-use crate::cpu::CpuDevice;
+use crate::cpu::{BeforeWork, CpuDevice};
 use crate::device::Device;
 use crate::error::DeviceError;
 use crate::local::LocalWorld;
@@ -34,6 +34,9 @@ pub struct OpenOptions {
     pub keep_log: bool,
     /// Says of the transport that issuing may block, so that collectives go through the issuing thread.
     pub issue_on_thread: bool,
+    /// Cpu device, for tests: what goes wrong, or is late, before each piece of work.
+    #[doc(hidden)]
+    pub before_work: Option<BeforeWork>,
 }
 
 impl Default for OpenOptions {
@@ -45,6 +48,7 @@ impl Default for OpenOptions {
             script: None,
             keep_log: true,
             issue_on_thread: false,
+            before_work: None,
         }
     }
 }
@@ -67,7 +71,10 @@ pub fn open(options: &OpenOptions, place: &Place) -> Result<Opened, DeviceError>
         return Err(DeviceError::Unknown { what: "transport", name: options.transport.clone(), known: "local" });
     }
     let device: Arc<dyn Device> = match options.device.as_str() {
-        "cpu" => CpuDevice::open(Arc::new(place.world.transport(place.rank)), options.wait_limit)?,
+        "cpu" => {
+            let transport = Arc::new(place.world.transport(place.rank)?);
+            CpuDevice::open(transport, options.wait_limit, options.before_work.clone())
+        }
         "null" => NullDevice::open(place.rank, place.world.ranks(), options.script.clone(), options.keep_log),
         other => return Err(DeviceError::Unknown { what: "device", name: other.into(), known: "cpu, null" }),
     };

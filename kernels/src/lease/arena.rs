@@ -143,7 +143,7 @@ impl Block {
                 cell.compare_exchange(0, WRITER, Ordering::Acquire, Ordering::Relaxed).map(|_| ()).map_err(word)
             }
             AccessMode::Read => cell
-                .fetch_update(Ordering::Acquire, Ordering::Relaxed, |now| (now < WRITER - 1).then_some(now + 1))
+                .fetch_update(Ordering::Acquire, Ordering::Relaxed, |now| (now < WRITER - 1).then(|| now + 1))
                 .map(|_| ())
                 .map_err(word),
         }

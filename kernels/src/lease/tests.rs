@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use crate::error::DeviceError;
 use crate::work::{Adam, Copy, Work};
 
 fn conflict(result: Result<Lease, LeaseError>) -> BufRange {

@@ -81,9 +81,7 @@ unsafe fn sum<T: Element>(numel: usize, rank: usize, posts: &[Post]) {
         for (peer, post) in posts.iter().enumerate() {
             // SAFETY: elements `start..start + count` of slot `rank` lie inside `send`, aligned as `Shape::of` has
             // checked. In place this rank alone writes them, below, when this slice is gone.
-            let part = unsafe {
-                std::slice::from_raw_parts(post.send.cast::<T>().add(rank * numel + start), count)
-            };
+            let part = unsafe { std::slice::from_raw_parts(post.send.cast::<T>().add(rank * numel + start), count) };
             if peer == 0 {
                 convert::cast(part, total);
             } else {

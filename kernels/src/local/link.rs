@@ -92,7 +92,8 @@ impl std::fmt::Display for Link {
     /// As [`Link::parse`] reads it.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let rate = self.bytes_per_second;
-        let exact = BITS.iter().find(|(_, unit)| rate / unit >= 1.0 && (rate / unit * unit).to_bits() == rate.to_bits());
+        let exact =
+            BITS.iter().find(|(_, unit)| rate / unit >= 1.0 && (rate / unit * unit).to_bits() == rate.to_bits());
         let (name, unit) = exact.unwrap_or(&("bit", 0.125));
         write!(f, "{}{name},", rate / unit)?;
         let ns = self.latency.as_nanos();
@@ -146,9 +147,14 @@ mod tests {
 
     #[test]
     fn what_makes_no_link_is_named() {
-        for text in ["", "gbit,1us", "1,1us", "1gbit", "1gbit,", "1gbit,5", "1gbit,-1us", "1gbit,1h", "x,y", "1gbit,nans"] {
+        for text in
+            ["", "gbit,1us", "1,1us", "1gbit", "1gbit,", "1gbit,5", "1gbit,-1us", "1gbit,1h", "x,y", "1gbit,nans"]
+        {
             let error = Link::parse(text).unwrap_err();
-            assert!(matches!(error, LinkError::BandwidthText { .. } | LinkError::LatencyText { .. }), "{text}: {error}");
+            assert!(
+                matches!(error, LinkError::BandwidthText { .. } | LinkError::LatencyText { .. }),
+                "{text}: {error}"
+            );
         }
         for text in ["0gbit,1us", "-1gbit,1us", "nangbit,1us", "infgbit,1us"] {
             assert!(matches!(Link::parse(text), Err(LinkError::Bandwidth { .. })), "{text}");

@@ -73,12 +73,8 @@ const RECEIVES: usize = 1;
 
 impl Meetings {
     pub(super) fn new(ranks: usize, link: Option<Link>) -> Self {
-        let table = Table {
-            open: HashMap::new(),
-            aborted: vec![None; ranks],
-            mismatch: None,
-            free_ns: vec![[0; 2]; ranks],
-        };
+        let table =
+            Table { open: HashMap::new(), aborted: vec![None; ranks], mismatch: None, free_ns: vec![[0; 2]; ranks] };
         Self { link, table: Mutex::new(table) }
     }
 
@@ -93,9 +89,11 @@ impl Meetings {
         let meeting = table.open.entry(key.seq).or_insert_with(|| Meeting::new(key, shape, rank, ranks));
         if meeting.key != key || meeting.shape != shape {
             let theirs = (meeting.first, format!("{} as {}", meeting.key, meeting.shape));
-            table.mismatch = Some(Mismatch { seq: key.seq, sides: [theirs, (rank, format!("{key} as {shape}"))] });
+            let mismatch = Mismatch { seq: key.seq, sides: [theirs, (rank, format!("{key} as {shape}"))] };
+            let error = mismatch.seen_by(rank);
+            table.mismatch = Some(mismatch);
             table.wake_all();
-            return table.may_go_on(rank).map(|()| unreachable_met());
+            return Err(error);
         }
         if meeting.posts[rank].is_some() {
             let reason = format!("rank {rank} brought {key} twice");
@@ -142,7 +140,7 @@ impl Meetings {
         while table.open.get(&seq).is_some_and(|meeting| meeting.done < ranks) {
             changed.wait(&mut table);
         }
-        let outlasted = met.end_ns.map_or(Ok(()), |end_ns| table.sleep_until(rank, end_ns, &changed));
+        let outlasted = met.end_ns.map_or(Ok(()), |end_ns| sleep_until(&mut table, rank, end_ns, &changed));
         if let Some(meeting) = table.open.get_mut(&seq) {
             meeting.left += 1;
             if meeting.left == ranks {
@@ -157,6 +155,20 @@ impl Meetings {
         let mut table = self.table.lock();
         table.aborted[rank].get_or_insert_with(|| cause.clone());
         table.wake_all();
+    }
+
+    /// Whether nobody is in a meeting.
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.table.lock().open.is_empty()
+    }
+
+    /// Returns when as many ranks have posted their memory, over all meetings.
+    #[cfg(test)]
+    pub(super) fn wait_for_arrivals(&self, arrivals: usize) {
+        while self.table.lock().open.values().map(|meeting| meeting.arrived).sum::<usize>() < arrivals {
+            std::thread::yield_now();
+        }
     }
 
     /// Takes the directions of the link that the shape needs: when the transfer begins and ends.
@@ -203,24 +215,26 @@ impl Table {
     }
 }
 
-trait SleepUntil {
-    fn sleep_until(&mut self, rank: usize, end_ns: u64, changed: &Condvar) -> Result<(), CommError>;
-}
-
-impl SleepUntil for MutexGuard<'_, Table> {
-    fn sleep_until(&mut self, rank: usize, end_ns: u64, changed: &Condvar) -> Result<(), CommError> {
-        loop {
-            if let Some(cause) = &self.aborted[rank] {
-                return Err(CommError::Aborted(cause.clone()));
+/// Sleeps until the modelled end of a transfer, or until this rank is aborted.
+fn sleep_until(
+    table: &mut MutexGuard<'_, Table>,
+    rank: usize,
+    end_ns: u64,
+    changed: &Condvar,
+) -> Result<(), CommError> {
+    loop {
+        if let Some(cause) = &table.aborted[rank] {
+            return Err(CommError::Aborted(cause.clone()));
+        }
+        let left = end_ns.saturating_sub(now_ns());
+        if left == 0 {
+            return Ok(());
+        }
+        match Instant::now().checked_add(Duration::from_nanos(left)) {
+            Some(end) => {
+                changed.wait_until(table, end);
             }
-            let left = end_ns.saturating_sub(now_ns());
-            if left == 0 {
-                return Ok(());
-            }
-            match Instant::now().checked_add(Duration::from_nanos(left)) {
-                Some(end) => drop(changed.wait_until(self, end)),
-                None => changed.wait(self),
-            }
+            None => changed.wait(table),
         }
     }
 }

@@ -23,7 +23,12 @@ impl Shape {
     ///
     /// # Errors
     /// [`CommError::Shape`] if the memory does not fit the operation.
-    pub(super) fn of(collective: &Collective, memory: &HostMemory, rank: usize, world: usize) -> Result<Self, CommError> {
+    pub(super) fn of(
+        collective: &Collective,
+        memory: &HostMemory,
+        rank: usize,
+        world: usize,
+    ) -> Result<Self, CommError> {
         let fit = match &collective.op {
             CollectiveOp::AllGather { .. } => all_gather(memory, rank, world),
             CollectiveOp::ReduceScatter { dtype, .. } => reduce_scatter(memory, *dtype, rank, world),

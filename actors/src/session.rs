@@ -1,0 +1,275 @@
+//! A session: one rank's running actors, as the executor's side sees them.
+//!
+//! Owns the actor thread (or the inline loop), the device and all memory of one rank. The embedding runtime builds its
+//! guards on it: entering units, gradients, `step`, outcomes. Every wait here has a deadline and ends with the first cause
+//! when something fails. Entering a unit whose buckets are ready is a few atomic loads.
+
+mod executor;
+mod start;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+use gatherflow_kernels::verdict::{HostVerdict, ScalerRule, VerdictRule};
+use gatherflow_kernels::{BufRange, Cause, Device, Event, StreamId};
+use parking_lot::Mutex;
+
+use crate::action::Edge;
+use crate::face::Face;
+use crate::hands::{Hands, Post};
+use crate::lowering::BucketMemory;
+use crate::optimizer::{Group, LrRow};
+use crate::plan::{BucketId, ParamId, Plan};
+use crate::prehook::{Credits, Overlap};
+use crate::recorder::Recorder;
+use crate::shell::ActorThread;
+use crate::supervisor::Deadlines;
+
+pub use crate::recorder::StepTimes;
+
+/// How equal parameters are ensured at the start (SPEC G5).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum StartParams {
+    /// Rank 0's parameters are broadcast.
+    Broadcast,
+    /// Every rank's parameters must already have the same bits.
+    Check,
+}
+
+/// Who runs the machines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Driver {
+    /// ractor actors on a thread of their own.
+    Actors,
+    /// A plain loop on the caller's thread: for the null device only.
+    Inline,
+}
+
+/// What a session needs to know beside the plan.
+#[derive(Clone, Debug)]
+pub struct SessionConfig {
+    /// How gathers overlap with the forward pass.
+    pub overlap: Overlap,
+    /// How far gathers may run ahead of demand (window).
+    pub credits: Credits,
+    /// Reduce a bucket as soon as its gradients are complete, not at `step`.
+    pub overlap_grad_reduce: bool,
+    /// Averaging, clipping and policies.
+    pub rule: VerdictRule,
+    /// The loss scaler.
+    pub scaler: ScalerRule,
+    /// The optimizer groups, by number.
+    pub groups: Vec<Group>,
+    /// `step` blocks while this many outcomes are unknown.
+    pub steps_in_flight: u32,
+    /// How long to wait for others.
+    pub deadlines: Deadlines,
+    /// Compare the order of collectives every this many steps; 0 is never.
+    pub check_order_every: u64,
+    /// How equal parameters are ensured.
+    pub start_params: StartParams,
+    /// Who runs the machines.
+    pub driver: Driver,
+    /// Tests leave out the waits of one edge, to see the checker find it.
+    #[doc(hidden)]
+    pub dropped_edge: Option<Edge>,
+}
+
+/// What the executor says with `step`.
+#[derive(Clone, Debug, Default)]
+pub struct StepRequest {
+    /// Learning rates, per group.
+    pub lrs: Vec<LrRow>,
+    /// What only the host knows.
+    pub host: HostVerdict,
+    /// Trainable parameters that nobody wrote in this step: their gradients count as zero.
+    pub unwritten: Vec<ParamId>,
+    /// Parameters that were written but not reported complete, each with the event behind its last write.
+    pub unfinished: Vec<(ParamId, Event)>,
+}
+
+/// Totals since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Gathers issued.
+    pub gathers: u64,
+    /// Reduces issued.
+    pub reduces: u64,
+    /// Steps skipped.
+    pub skipped_steps: u64,
+    /// Most bytes ever gathered ahead of demand.
+    pub peak_ahead_bytes: u64,
+    /// Digest of the order of all collectives so far (rule O2).
+    pub order_digest: u64,
+}
+
+/// Per unit, what entering it needs.
+#[derive(Debug)]
+struct UnitFace {
+    buckets: Box<[BucketId]>,
+    demand: u32,
+    /// 1 + the version for which the executor has waited.
+    seen: AtomicU64,
+}
+
+/// Per bucket, what the executor remembers.
+#[derive(Debug)]
+struct BucketSide {
+    demand: u32,
+    members: u32,
+    /// Parameters reported complete in this step.
+    reported: AtomicU32,
+    /// 1 + the version for which the executor has waited.
+    seen: AtomicU64,
+    /// 1 + the step whose gradients the executor may write.
+    free: AtomicU64,
+}
+
+/// One rank's running actors.
+#[derive(Debug)]
+pub struct Session {
+    plan: Arc<Plan>,
+    config: SessionConfig,
+    hands: Arc<Hands>,
+    face: Arc<Face>,
+    post: Arc<dyn Post>,
+    actors: Mutex<Option<ActorThread>>,
+    units: Box<[UnitFace]>,
+    buckets: Box<[BucketSide]>,
+    /// Number of `step` calls so far: the version a reader needs.
+    steps: AtomicU64,
+    /// Chain mode: `(version, gathers waited for)`.
+    chain: Mutex<(u64, u32)>,
+    recorder: Recorder,
+    closed: std::sync::atomic::AtomicBool,
+}
+
+impl Session {
+    /// The plan it runs.
+    pub fn plan(&self) -> &Arc<Plan> {
+        &self.plan
+    }
+
+    /// The device it runs on.
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.hands.device
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> usize {
+        self.hands.control.rank()
+    }
+
+    /// The executor's stream.
+    pub fn executor(&self) -> StreamId {
+        self.hands.streams.executor
+    }
+
+    /// A parameter's own memory.
+    pub fn param_range(&self, param: ParamId) -> BufRange {
+        self.hands.lowering.param(param)
+    }
+
+    /// A parameter's gradient; `None` if it is frozen.
+    pub fn grad_range(&self, param: ParamId) -> Option<BufRange> {
+        self.hands.lowering.grad(param)
+    }
+
+    /// The memory of a bucket on this rank.
+    pub fn bucket_memory(&self, bucket: BucketId) -> &BucketMemory {
+        self.hands.lowering.bucket(bucket)
+    }
+
+    /// Number of `step` calls so far: the version a reader needs.
+    pub fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Acquire)
+    }
+
+    /// How many steps have a known outcome.
+    pub fn finished_steps(&self) -> u64 {
+        self.face.finished_steps()
+    }
+
+    /// The first cause, once there is one.
+    pub fn failed(&self) -> Option<Cause> {
+        self.face.failed().cloned()
+    }
+
+    /// Totals since the start.
+    pub fn counters(&self) -> Counters {
+        let issued = &self.hands.issued;
+        Counters {
+            gathers: issued.gathers.load(Ordering::Relaxed),
+            reduces: issued.reduces.load(Ordering::Relaxed),
+            skipped_steps: self.face.skipped_steps(),
+            peak_ahead_bytes: self.face.peak_ahead_bytes(),
+            order_digest: issued.digest.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Times of the steps that are over, each once. After [`Session::close`] the last one too.
+    pub fn take_times(&self) -> Vec<StepTimes> {
+        let all = self.closed.load(Ordering::SeqCst);
+        self.recorder.take(self.hands.device.as_ref(), all)
+    }
+
+    /// The backstop of every wait: the supervisor ends waits earlier, with a better reason.
+    fn backstop(&self) -> Duration {
+        let deadlines = &self.config.deadlines;
+        deadlines.collective.max(deadlines.silence).saturating_mul(4).saturating_add(Duration::from_secs(2))
+    }
+
+    fn check(&self) -> Result<(), Cause> {
+        self.face.failed().map_or(Ok(()), |cause| Err(cause.clone()))
+    }
+
+    fn progress(&self) {
+        self.hands.control.board().progress.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Flushes: demands all gathers, waits for them and for all outcomes, and ends the actors. Peers wait in it for each
+    /// other, so call it on every rank. Repeatable.
+    ///
+    /// # Errors
+    /// The first cause if something failed; the threads are ended all the same.
+    pub fn close(&self) -> Result<(), Cause> {
+        if self.closed.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let result = self.check().and_then(|()| {
+            let steps = self.steps();
+            if steps > 0 {
+                self.outcome(steps - 1)?;
+            }
+            self.all_ready()
+        });
+        self.closed.store(true, Ordering::SeqCst);
+        self.stop();
+        result
+    }
+
+    fn stop(&self) {
+        self.hands.control.leave();
+        if let Some(mut actors) = self.actors.lock().take() {
+            actors.stop();
+        }
+    }
+}
+
+impl Drop for Session {
+    /// Issues nothing and never panics. Without a close before it, peers learn that this rank left.
+    fn drop(&mut self) {
+        if self.closed.load(Ordering::SeqCst) {
+            return;
+        }
+        let rank = self.rank();
+        let failure = gatherflow_kernels::Failure::new(
+            gatherflow_kernels::FailureKind::Closed,
+            rank,
+            format!("the engine of rank {rank} was dropped without `close`"),
+        );
+        self.hands.device.poison(Arc::new(failure));
+        self.stop();
+    }
+}

@@ -1,0 +1,356 @@
+//! What the executor calls: demand and waiting, gradients, `step` and outcomes.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Poll, Waker};
+
+use gatherflow_kernels::{Cause, Event, Failure, FailureKind, Mark, clock};
+
+use super::{Session, StepRequest};
+use crate::action::{Edge, Letter, StepOutcome};
+use crate::bucket::BucketMsg;
+use crate::control::ControlMsg;
+use crate::face::Fact;
+use crate::optimizer::{CloseBucket, OptimizerMsg, StepStart};
+use crate::plan::{BucketId, ParamId, Position, UnitId};
+use crate::prehook::{Overlap, PreHookMsg};
+
+impl Session {
+    /// Enters a unit: demands the gathers up to its last bucket, and lets the executor's stream wait for its buckets.
+    /// Returns once those gathers are issued; on the CPU once they are done. A few atomic loads when nothing is to be
+    /// waited for.
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn enter(&self, unit: UnitId) -> Result<(), Cause> {
+        let version = self.steps();
+        let face = &self.units[unit.0 as usize];
+        self.check()?;
+        self.progress();
+        if face.seen.load(Ordering::Acquire) > version {
+            return Ok(());
+        }
+        self.demand(version, face.demand, face.buckets.iter().copied())?;
+        face.seen.store(version + 1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Demands one parameter and waits for it, from anywhere and in any order (rule V2).
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn param_ready(&self, param: ParamId) -> Result<(), Cause> {
+        self.check()?;
+        let Some(bucket) = self.plan.bucket_of(param) else { return Ok(()) };
+        let version = self.steps();
+        let side = &self.buckets[bucket.0 as usize];
+        if side.seen.load(Ordering::Acquire) > version {
+            return Ok(());
+        }
+        self.progress();
+        self.demand(version, side.demand, std::iter::once(bucket))
+    }
+
+    /// Demands one parameter; ready once its gather is done, so that [`Session::param_ready`] will not wait.
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn poll_ready(&self, param: ParamId, waker: &Waker) -> Poll<Result<(), Cause>> {
+        let Some(bucket) = self.plan.bucket_of(param) else { return Poll::Ready(self.check()) };
+        let version = self.steps();
+        let demanded = self.buckets[bucket.0 as usize].demand;
+        self.face.raise_demand(version, demanded);
+        self.face.park_waker(waker);
+        if let Err(cause) = self.check() {
+            return Poll::Ready(Err(cause));
+        }
+        let Some(event) = self.face.ready(bucket).at(version) else {
+            self.ask(version, demanded);
+            return Poll::Pending;
+        };
+        if event.is_done() {
+            return Poll::Ready(Ok(()));
+        }
+        self.ask(version, demanded);
+        let waker = waker.clone();
+        self.hands.device.when(&event, Box::new(move |_| waker.wake()));
+        Poll::Pending
+    }
+
+    /// Demands and awaits all pending gathers (SPEC P4).
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn all_ready(&self) -> Result<(), Cause> {
+        self.check()?;
+        self.progress();
+        let version = self.steps();
+        let total = self.plan.gather_order().len() as u32;
+        self.post.post(Letter::PreHook(PreHookMsg::Drain { version }));
+        self.announce(version, total);
+        for bucket in self.plan.gather_order() {
+            self.await_bucket(*bucket, version, None)?;
+        }
+        self.note_chain(version, total);
+        Ok(())
+    }
+
+    fn announce(&self, version: u64, demanded: u32) {
+        if self.plan.ranks() > 1 && demanded > 0 {
+            let from = self.rank();
+            self.hands.control.tell_others(&ControlMsg::Demand { from, version, demanded });
+        }
+    }
+
+    fn ask(&self, version: u64, demanded: u32) {
+        self.post.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: true }));
+    }
+
+    fn demand(
+        &self,
+        version: u64,
+        demanded: u32,
+        buckets: impl Iterator<Item = BucketId>,
+    ) -> Result<(), Cause> {
+        let (device, executor) = (&self.hands.device, self.hands.streams.executor);
+        device.mark(executor, Mark::Demanded { version, demanded });
+        let mut wanted = self.face.raise_demand(version, demanded);
+        if self.config.overlap == Overlap::Chain {
+            self.follow_chain(version, demanded)?;
+        }
+        for bucket in buckets {
+            if self.await_bucket(bucket, version, Some(demanded))? {
+                wanted = false;
+            }
+        }
+        if wanted && self.config.overlap == Overlap::Window {
+            self.post.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: false }));
+        }
+        Ok(())
+    }
+
+    /// Chain: waits for one gather after the other, and lets the next one start after each wait.
+    fn follow_chain(&self, version: u64, demanded: u32) -> Result<(), Cause> {
+        let mut chain = self.chain.lock();
+        if chain.0 < version {
+            *chain = (version, 0);
+        }
+        while chain.0 == version && chain.1 < demanded {
+            let bucket = self.plan.gather_order()[chain.1 as usize];
+            self.await_bucket(bucket, version, Some(chain.1 + 1))?;
+            let position = chain.1;
+            chain.1 += 1;
+            self.hands.device.mark(self.executor(), Mark::WaitEnded { version, position });
+            if self.face.raise_waited(version, chain.1) {
+                self.post.post(Letter::PreHook(PreHookMsg::WaitEnded { version, waited: chain.1 }));
+            }
+        }
+        Ok(())
+    }
+
+    fn note_chain(&self, version: u64, waited: u32) {
+        let mut chain = self.chain.lock();
+        if chain.0 <= version {
+            *chain = (version, waited.max(if chain.0 == version { chain.1 } else { 0 }));
+        }
+    }
+
+    /// Lets the executor's stream wait for a bucket at `version`. Asks the pre-hook (and through it the peers) for the
+    /// first `ask` gathers if there is something to wait for, and then returns `true`.
+    fn await_bucket(&self, bucket: BucketId, version: u64, ask: Option<u32>) -> Result<bool, Cause> {
+        let side = &self.buckets[bucket.0 as usize];
+        if side.seen.load(Ordering::Acquire) > version {
+            return Ok(false);
+        }
+        let mut asked = false;
+        let fact = self.face.ready(bucket);
+        let ready = fact.at(version).filter(Event::is_done);
+        let event = match ready {
+            Some(event) => {
+                self.wait_event(Edge::E5, &event)?;
+                event
+            }
+            None => {
+                if let Some(demanded) = ask {
+                    self.ask(version, demanded);
+                    asked = true;
+                }
+                let from = clock::now_ns();
+                let what = || format!("the gather of bucket {} at version {version} to be issued", bucket.0);
+                let event = self.await_fact(fact, version, &what)?;
+                self.wait_event(Edge::E5, &event)?;
+                self.recorder.waited(from, Some(bucket));
+                event
+            }
+        };
+        drop(event);
+        side.seen.store(version + 1, Ordering::Release);
+        Ok(asked)
+    }
+
+    fn await_fact(&self, fact: &Fact, version: u64, what: &dyn Fn() -> String) -> Result<Event, Cause> {
+        self.face.wait_until(what, self.backstop(), || fact.at(version))
+    }
+
+    fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
+        let waited = self.hands.wait(self.hands.streams.executor, edge, event);
+        waited.map_err(|error| {
+            let cause = self.hands.failure(&error);
+            // What the device says may be an effect; the face has the first cause.
+            self.face.failed().cloned().unwrap_or(cause)
+        })
+    }
+
+    /// Lets the executor's stream wait until a parameter's gradient may be written for this step (edge E6). Frozen
+    /// parameters have none.
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn gradient_free(&self, param: ParamId) -> Result<(), Cause> {
+        self.check()?;
+        let Some(bucket) = self.plan.bucket_of(param) else { return Ok(()) };
+        let step = self.steps();
+        let side = &self.buckets[bucket.0 as usize];
+        if side.free.load(Ordering::Acquire) > step {
+            return Ok(());
+        }
+        let fact = self.face.free(bucket);
+        let ready = fact.at(step).filter(Event::is_done);
+        match ready {
+            Some(event) => self.wait_event(Edge::E6, &event)?,
+            None => {
+                let from = clock::now_ns();
+                let what = || format!("the gradients of bucket {} to be free for step {step}", bucket.0);
+                let event = self.await_fact(fact, step, &what)?;
+                self.wait_event(Edge::E6, &event)?;
+                self.recorder.waited(from, None);
+            }
+        }
+        side.free.store(step + 1, Ordering::Release);
+        Ok(())
+    }
+
+    /// The last gradient write of a parameter in this step is enqueued; `event` is behind it. Call it once per parameter and
+    /// step.
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn gradient_complete(&self, param: ParamId, event: Event) -> Result<(), Cause> {
+        self.check()?;
+        self.progress();
+        let Some(bucket) = self.plan.bucket_of(param) else { return Ok(()) };
+        self.buckets[bucket.0 as usize].reported.fetch_add(1, Ordering::AcqRel);
+        let step = self.steps();
+        self.post.post(Letter::Bucket(bucket, BucketMsg::GradientComplete { step, event }));
+        Ok(())
+    }
+
+    /// Ends the step: what nobody wrote counts as zero, the remaining reduces are issued, and the update follows. Returns the
+    /// number of this step. Blocks while `steps_in_flight` outcomes are unknown, and without gather overlap until all
+    /// gathers are done.
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn step(&self, request: StepRequest) -> Result<u64, Cause> {
+        self.check()?;
+        self.progress();
+        let step = self.steps();
+        let allowed = u64::from(self.config.steps_in_flight.max(1));
+        if step - self.face.finished_steps().min(step) >= allowed {
+            let from = clock::now_ns();
+            let what = || format!("the outcome of step {}", step - allowed);
+            self.face.wait_until(&what, self.backstop(), || {
+                (step - self.face.finished_steps().min(step) < allowed).then_some(())
+            })?;
+            self.recorder.waited(from, None);
+        }
+        let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
+        let close = self.unreported(&request);
+        let start = StepStart { step, lrs: request.lrs, host: request.host, close, readers };
+        self.post.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))));
+        self.steps.store(step + 1, Ordering::Release);
+        if self.config.overlap == Overlap::None {
+            for bucket in self.plan.gather_order() {
+                self.await_bucket(*bucket, step + 1, None)?;
+            }
+        }
+        self.recorder.boundary(step, self.hands.device.as_ref());
+        Ok(step)
+    }
+
+    /// The buckets that still wait for something, in reduce order, with what to do about it.
+    fn unreported(&self, request: &StepRequest) -> Vec<CloseBucket> {
+        let mut zero: Vec<Vec<ParamId>> = vec![Vec::new(); self.buckets.len()];
+        let mut writes: Vec<Vec<Event>> = vec![Vec::new(); self.buckets.len()];
+        for param in &request.unwritten {
+            if let Some(bucket) = self.plan.bucket_of(*param) {
+                zero[bucket.0 as usize].push(*param);
+            }
+        }
+        for (param, event) in &request.unfinished {
+            if let Some(bucket) = self.plan.bucket_of(*param) {
+                writes[bucket.0 as usize].push(event.clone());
+            }
+        }
+        let mut close = Vec::new();
+        for bucket in self.plan.reduce_order() {
+            let index = bucket.0 as usize;
+            let side = &self.buckets[index];
+            let complete = side.reported.swap(0, Ordering::AcqRel) == side.members;
+            if !complete || !self.config.overlap_grad_reduce {
+                let (zero, writes) = (std::mem::take(&mut zero[index]), std::mem::take(&mut writes[index]));
+                close.push(CloseBucket { bucket, zero, writes });
+            }
+        }
+        close
+    }
+
+    /// Waits for the outcome of a step.
+    ///
+    /// # Errors
+    /// The first cause after a failure; an error for a step that was never taken or whose outcome is no longer kept.
+    pub fn outcome(&self, step: u64) -> Result<Arc<StepOutcome>, Cause> {
+        if let Some(outcome) = self.face.outcome(step) {
+            return Ok(outcome);
+        }
+        if step >= self.steps() || step < self.face.finished_steps() {
+            return Err(self.no_outcome(step));
+        }
+        let from = clock::now_ns();
+        let what = || format!("the outcome of step {step}");
+        let outcome = self.face.wait_until(&what, self.backstop(), || self.face.outcome(step));
+        self.recorder.waited(from, None);
+        outcome
+    }
+
+    fn no_outcome(&self, step: u64) -> Cause {
+        let message = format!(
+            "there is no outcome of step {step}: {} steps were taken, and only the newest outcomes are kept",
+            self.steps()
+        );
+        Arc::new(Failure::new(FailureKind::Device, self.rank(), message).at_step(step))
+    }
+
+    /// The outcome of a step, if it is known.
+    ///
+    /// # Errors
+    /// As [`Session::outcome`].
+    pub fn poll_outcome(&self, step: u64, waker: &Waker) -> Poll<Result<Arc<StepOutcome>, Cause>> {
+        self.face.park_waker(waker);
+        if let Some(outcome) = self.face.outcome(step) {
+            return Poll::Ready(Ok(outcome));
+        }
+        if step >= self.steps() || step < self.face.finished_steps() {
+            return Poll::Ready(Err(self.no_outcome(step)));
+        }
+        match self.check() {
+            Err(cause) => Poll::Ready(Err(cause)),
+            Ok(()) => Poll::Pending,
+        }
+    }
+
+    /// The place of a parameter in the gather order; `None` if it is frozen.
+    pub fn position(&self, param: ParamId) -> Option<Position> {
+        self.plan.bucket_of(param).map(|bucket| self.plan.position(bucket))
+    }
+}

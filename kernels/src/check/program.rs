@@ -1,0 +1,167 @@
+//! What the logs say before anything is put in order: each stream's entries, where events are recorded, which ranks take
+//! part in which collective, the lengths of allocations.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::mem::discriminant;
+
+use super::report::{Findings, Violation, stream_of};
+use crate::buffer::BufferId;
+use crate::collective::Collective;
+use crate::device::StreamId;
+use crate::null::LogEntry;
+use crate::work::Work;
+
+/// An entry of a stream: `epoch` counts the stream's entries from 1, so that 0 in a clock means "nothing".
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Point {
+    pub(super) stream: usize,
+    pub(super) epoch: u32,
+}
+
+/// One stream of one rank. Streams of all ranks are numbered together.
+#[derive(Debug)]
+pub(super) struct Stream {
+    pub(super) rank: usize,
+    id: StreamId,
+    /// Positions in the rank's log.
+    pub(super) entries: Vec<usize>,
+}
+
+/// The logs, sorted out.
+#[derive(Debug)]
+pub(super) struct Program<'a> {
+    logs: &'a [&'a [LogEntry]],
+    pub(super) streams: Vec<Stream>,
+    /// By rank and event id.
+    pub(super) events: HashMap<(usize, u64), Point>,
+    /// By sequence number: at most one point per rank, in rank order.
+    pub(super) collectives: BTreeMap<u64, Vec<Point>>,
+    /// By rank and buffer.
+    pub(super) allocated: HashMap<(usize, BufferId), usize>,
+}
+
+impl<'a> Program<'a> {
+    pub(super) fn read(logs: &'a [&'a [LogEntry]], findings: &mut Findings<'_>) -> Self {
+        let mut program = Self {
+            logs,
+            streams: Vec::new(),
+            events: HashMap::new(),
+            collectives: BTreeMap::new(),
+            allocated: HashMap::new(),
+        };
+        for (rank, log) in logs.iter().enumerate() {
+            program.read_rank(rank, log, findings);
+        }
+        findings.summary.streams = program.streams.len();
+        program.compare_ranks(findings);
+        program
+    }
+
+    fn read_rank(&mut self, rank: usize, log: &[LogEntry], findings: &mut Findings<'_>) {
+        let first_stream = self.streams.len();
+        let mut waits = Vec::new();
+        let mut last_seq = None;
+        for (position, entry) in log.iter().enumerate() {
+            let Some(on) = stream_of(entry) else {
+                match entry {
+                    LogEntry::Stream { id, kind } => findings.note_kind(rank, *id, *kind),
+                    LogEntry::Alloc { buffer } => {
+                        self.allocated.insert((rank, buffer.id), buffer.bytes);
+                        findings.summary.ranks[rank].allocated_bytes += buffer.bytes;
+                    }
+                    _ => {}
+                }
+                continue;
+            };
+            let found = self.streams[first_stream..].iter().position(|stream| stream.id == on);
+            let stream = found.map_or(self.streams.len(), |found| first_stream + found);
+            if found.is_none() {
+                self.streams.push(Stream { rank, id: on, entries: Vec::new() });
+            }
+            self.streams[stream].entries.push(position);
+            let point = Point { stream, epoch: self.streams[stream].entries.len() as u32 };
+            match entry {
+                LogEntry::Record { event, .. } => {
+                    if self.events.contains_key(&(rank, *event)) {
+                        findings.add(|f| Violation::RepeatedEvent { site: f.site(rank, position) });
+                    } else {
+                        self.events.insert((rank, *event), point);
+                    }
+                }
+                LogEntry::Wait { event, .. } => waits.push((position, *event)),
+                LogEntry::Enqueue { work: Work::Collective(collective), .. } => {
+                    let seq = collective.key.seq;
+                    if let Some(after) = last_seq.filter(|last| *last >= seq) {
+                        findings.add(|f| Violation::OutOfOrder { seq, after, site: f.site(rank, position) });
+                    }
+                    last_seq = last_seq.max(Some(seq));
+                    let points = self.collectives.entry(seq).or_default();
+                    if points.last().is_none_or(|last| self.streams[last.stream].rank != rank) {
+                        points.push(point);
+                    }
+                    findings.summary.ranks[rank].collectives += 1;
+                    findings.summary.ranks[rank].collective_bytes += collective.key.bytes;
+                }
+                LogEntry::Enqueue { .. } => findings.summary.ranks[rank].works += 1,
+                _ => {}
+            }
+        }
+        for (position, event) in waits {
+            if !self.events.contains_key(&(rank, event)) {
+                findings.add(|f| Violation::UnknownEvent { site: f.site(rank, position) });
+            }
+        }
+    }
+
+    /// Every collective is on every rank and the same there.
+    fn compare_ranks(&self, findings: &mut Findings<'_>) {
+        for (&seq, points) in &self.collectives {
+            let Some((theirs_at, theirs)) = points.first().and_then(|p| Some((self.place(*p), self.collective(*p)?)))
+            else {
+                continue;
+            };
+            findings.count(theirs.key.kind);
+            let present: HashSet<usize> = points.iter().map(|point| self.streams[point.stream].rank).collect();
+            for rank in (0..self.logs.len()).filter(|rank| !present.contains(rank)) {
+                findings.add(|f| {
+                    let theirs = f.site(theirs_at.0, theirs_at.1);
+                    Violation::MissingCollective { seq, rank, theirs }
+                });
+            }
+            for point in &points[1..] {
+                let Some(mine) = self.collective(*point) else { continue };
+                if mine.key != theirs.key || discriminant(&mine.op) != discriminant(&theirs.op) {
+                    let (rank, position) = self.place(*point);
+                    findings.add(|f| {
+                        let theirs = f.site(theirs_at.0, theirs_at.1);
+                        Violation::Mismatch { seq, mine: f.site(rank, position), theirs }
+                    });
+                }
+            }
+        }
+    }
+
+    /// Rank and position of a point.
+    pub(super) fn place(&self, point: Point) -> (usize, usize) {
+        let stream = &self.streams[point.stream];
+        (stream.rank, stream.entries[point.epoch as usize - 1])
+    }
+
+    pub(super) fn entry(&self, point: Point) -> &'a LogEntry {
+        let (rank, position) = self.place(point);
+        &self.logs[rank][position]
+    }
+
+    pub(super) fn collective(&self, point: Point) -> Option<&'a Collective> {
+        match self.entry(point) {
+            LogEntry::Enqueue { work: Work::Collective(collective), .. } => Some(collective),
+            _ => None,
+        }
+    }
+
+    /// Who takes part in the collective at this point; `None` for other work and for a repeated collective.
+    pub(super) fn participants(&self, point: Point) -> Option<&[Point]> {
+        let points = self.collectives.get(&self.collective(point)?.key.seq)?;
+        points.contains(&point).then_some(points.as_slice())
+    }
+}
