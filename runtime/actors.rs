@@ -1,8 +1,8 @@
 //! What this crate takes from the crates below, in one list.
 
 pub use gatherflow_actors::plan::{
-    Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Purpose, ShardGroup,
-    UnitId, UnitSpec,
+    Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId,
+    UnitSpec,
 };
 pub use gatherflow_kernels::verdict::{
     Average, HostVerdict, OnNonFinite, ScalerRule, Spoiled, StepReport, VerdictRule,

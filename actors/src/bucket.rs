@@ -119,7 +119,7 @@ pub struct Bucket {
     adam: Event,
     /// Behind the last reads of the overwritten version (edge E4).
     readers: std::sync::Arc<[Event]>,
-    /// Behind the newest gather: what a reader waits for, also after skipped steps.
+    /// What a reader waits for: behind the newest gather, or behind Adam where that skipped.
     gathered: Event,
     gather_asked: bool,
 }
@@ -171,11 +171,7 @@ impl Bucket {
     }
 
     fn publish_ready(&self, version: u64, actions: &mut Vec<Action>) {
-        actions.push(Action::Publish(Publication::Ready {
-            bucket: self.id,
-            version,
-            event: self.gathered.clone(),
-        }));
+        actions.push(Action::Publish(Publication::Ready { bucket: self.id, version, event: self.gathered.clone() }));
     }
 
     /// `Reduced -> Empty`: the step is over for the gradients.
@@ -236,6 +232,7 @@ impl Machine for Bucket {
                     step,
                     bucket: self.id,
                     event,
+                    gathered: self.gathered.clone(),
                 })));
             }
             (BucketMsg::Updated { version, adam, readers }, Params::Ready(old), Grads::Reduced)
@@ -250,6 +247,8 @@ impl Machine for Bucket {
                 if version == old + 1 && version == self.step + 1 =>
             {
                 self.params = Params::Ready(version);
+                // Adam only looks at the flag, but it holds the shard while it does.
+                self.gathered = adam.clone();
                 self.open_next(version, adam, actions);
                 self.publish_ready(version, actions);
             }

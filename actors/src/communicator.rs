@@ -178,14 +178,12 @@ impl Machine for Communicator {
             }
             CommunicatorMsg::Issued { key, event } => {
                 actions.push(Action::Send(match key.kind {
-                    CollectiveKind::Reduce => Letter::Bucket(
-                        BucketId(key.bucket),
-                        BucketMsg::ReduceIssued { step: key.version, event },
-                    ),
-                    CollectiveKind::Gather => Letter::Bucket(
-                        BucketId(key.bucket),
-                        BucketMsg::GatherIssued { version: key.version, event },
-                    ),
+                    CollectiveKind::Reduce => {
+                        Letter::Bucket(BucketId(key.bucket), BucketMsg::ReduceIssued { step: key.version, event })
+                    }
+                    CollectiveKind::Gather => {
+                        Letter::Bucket(BucketId(key.bucket), BucketMsg::GatherIssued { version: key.version, event })
+                    }
                     _ => Letter::Optimizer(OptimizerMsg::SmallIssued { step: key.version, event }),
                 }));
                 return Ok(());

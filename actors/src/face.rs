@@ -198,8 +198,7 @@ impl Face {
             }
             if self.changed.wait_until(&mut lot, deadline).timed_out() {
                 let message = format!("waited {:.1} s for {}", limit.as_secs_f64(), what());
-                break condition()
-                    .ok_or_else(|| Arc::new(Failure::new(FailureKind::Deadline, self.rank, message)));
+                break condition().ok_or_else(|| Arc::new(Failure::new(FailureKind::Deadline, self.rank, message)));
             }
         };
         self.parked.fetch_sub(1, Ordering::SeqCst);

@@ -13,13 +13,13 @@ use gatherflow_kernels::{
 use parking_lot::Mutex;
 
 use crate::action::{Action, After, Edge, Letter, Machine, WrongTransition};
+use crate::bucket::BucketMsg;
 use crate::control::Control;
 use crate::face::Face;
 use crate::issuer::Issuer;
 use crate::lowering::Lowering;
 use crate::optimizer::OptimizerMsg;
-use crate::prehook::PreHookMsg;
-use crate::bucket::BucketMsg;
+use crate::sequence::digest_of;
 use crate::supervisor::SupervisorMsg;
 
 /// Delivers messages to actors. Never blocks; a message to an actor that is gone is dropped.
@@ -102,6 +102,9 @@ impl Hands {
             CollectiveKind::Reduce => self.issued.reduces.fetch_add(1, Ordering::Relaxed),
             _ => 0,
         };
+        // Collectives are issued one after the other, so this read-modify-write has one writer.
+        let digest = self.issued.digest.load(Ordering::Relaxed);
+        self.issued.digest.store(digest_of(digest, &key), Ordering::Relaxed);
         self.control.board().issued.store(key.seq + 1, Ordering::SeqCst);
         let mut outstanding = self.outstanding.lock();
         match outstanding.iter_mut().rev().find(|o| o.key.seq == key.seq) {
@@ -228,11 +231,6 @@ impl Hands {
             Action::Poison(cause) => self.poison(&cause),
         }
         Ok(None)
-    }
-
-    /// Asks the pre-hook to take up what peers or the executor demand, from outside the actors.
-    pub(crate) fn demand(post: &Arc<dyn Post>, message: PreHookMsg) {
-        post.post(Letter::PreHook(message));
     }
 }
 

@@ -101,6 +101,8 @@ pub enum OptimizerMsg {
         bucket: BucketId,
         /// Behind the reduce.
         event: Event,
+        /// Behind the bucket's last gather, which reads the shard that Adam overwrites.
+        gathered: Event,
     },
     /// Own feedback: norm partials were enqueued.
     PartialsEnqueued,
@@ -160,6 +162,8 @@ pub struct Optimizer {
     step: u64,
     phase: Phase,
     reduced: usize,
+    /// Behind the last gather, by bucket (edge E3).
+    gathered: Vec<Option<Event>>,
     /// What `step` said, until it is used up.
     start: Option<Box<StepStart>>,
     /// Steps called before the one before them was judged.
@@ -176,6 +180,7 @@ impl Optimizer {
             t: vec![0; groups.len()],
             groups,
             adam: Vec::with_capacity(order.len()),
+            gathered: vec![None; order.len()],
             order,
             step: 0,
             phase: Phase::Reducing,
@@ -249,10 +254,10 @@ impl Optimizer {
             self.readers = start.readers;
         }
         let rows = self.rows();
-        let readers: Vec<_> = self.readers.iter().map(|event| (Edge::E3, event.clone())).collect();
         for &bucket in &self.order {
-            actions
-                .push(Action::Enqueue { op: Op::Adam { bucket, rows: rows.clone() }, after: readers.clone() });
+            let gathered = self.gathered[bucket.0 as usize].take();
+            let after = self.readers.iter().cloned().chain(gathered).map(|event| (Edge::E3, event)).collect();
+            actions.push(Action::Enqueue { op: Op::Adam { bucket, rows: rows.clone() }, after });
         }
     }
 
@@ -300,10 +305,11 @@ impl Machine for Optimizer {
             (OptimizerMsg::Step(start), _) if start.step == self.step + 1 + self.next.len() as u64 => {
                 self.next.push_back(start);
             }
-            (OptimizerMsg::ShardReduced { step, bucket, event }, Phase::Reducing)
+            (OptimizerMsg::ShardReduced { step, bucket, event, gathered }, Phase::Reducing)
                 if step == self.step && self.reduced < self.order.len() =>
             {
                 self.reduced += 1;
+                self.gathered[bucket.0 as usize] = Some(gathered);
                 actions.push(Action::Enqueue { op: Op::NormPartials { bucket }, after: vec![(Edge::E2, event)] });
                 self.fold_if_complete(actions);
             }

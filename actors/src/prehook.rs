@@ -8,10 +8,9 @@
 //! Hears from the executor (demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
 //! communicator (drain) and the supervisor (peer demand). Says to the buckets: gather, in gather order, each once a version.
 
-use crate::action::{Action, Letter, Machine, Op, Publication, WrongTransition};
+use crate::action::{Action, Letter, Machine, Publication, WrongTransition};
 use crate::plan::BucketId;
 use crate::supervisor::SupervisorMsg;
-use gatherflow_kernels::Event;
 
 /// What the pre-hook hears.
 #[derive(Clone, Debug)]
@@ -115,7 +114,13 @@ pub struct PreHook {
 
 impl PreHook {
     /// A pre-hook over the gather order; `bytes` yields the gather size at each position. `announces`: there are peers.
-    pub fn new(order: Vec<BucketId>, bytes: impl IntoIterator<Item = u64>, mode: Overlap, credits: Credits, announces: bool) -> Self {
+    pub fn new(
+        order: Vec<BucketId>,
+        bytes: impl IntoIterator<Item = u64>,
+        mode: Overlap,
+        credits: Credits,
+        announces: bool,
+    ) -> Self {
         let mut bytes_before = vec![0];
         for size in bytes {
             bytes_before.push(bytes_before[bytes_before.len() - 1] + size);

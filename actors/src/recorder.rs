@@ -151,7 +151,8 @@ impl Log {
             None => (self.last_boundary_ns, u64::MAX),
         };
         self.waits.retain(|wait| wait.to_ns > oldest_ns);
-        self.spans.retain(|span| span.end_ns > oldest_ns || (oldest_step != u64::MAX && span.key.version >= oldest_step));
+        self.spans
+            .retain(|span| span.end_ns > oldest_ns || (oldest_step != u64::MAX && span.key.version >= oldest_step));
     }
 }
 
@@ -192,8 +193,7 @@ mod tests {
 
     #[test]
     fn a_wait_across_two_steps_counts_once_in_each_part() {
-        let log =
-            Log { waits: vec![Waited { from_ns: 90, to_ns: 120, bucket: None }], ..Log::default() };
+        let log = Log { waits: vec![Waited { from_ns: 90, to_ns: 120, bucket: None }], ..Log::default() };
         let (first, second) = (log.times((0, 0, 100)), log.times((1, 100, 200)));
         assert_eq!((first.wait_ns, second.wait_ns), (10, 20));
     }

@@ -166,12 +166,7 @@ mod tests {
     use super::*;
 
     fn sequence(buckets: u32) -> Sequence {
-        let wire = WireBucket {
-            reduce_bytes: 8,
-            reduce_dtype: DType::F32,
-            gather_bytes: 4,
-            gather_dtype: DType::Bf16,
-        };
+        let wire = WireBucket { reduce_bytes: 8, reduce_dtype: DType::F32, gather_bytes: 4, gather_dtype: DType::Bf16 };
         Sequence::new((0..buckets).map(BucketId).collect(), vec![wire; buckets as usize], 128, 0)
     }
 
@@ -218,14 +213,8 @@ mod tests {
 
     #[test]
     fn the_digest_tells_order_and_content_apart() {
-        let key = CollectiveKey {
-            seq: 0,
-            kind: CollectiveKind::Reduce,
-            bucket: 1,
-            bytes: 8,
-            dtype: DType::F32,
-            version: 0,
-        };
+        let key =
+            CollectiveKey { seq: 0, kind: CollectiveKind::Reduce, bucket: 1, bytes: 8, dtype: DType::F32, version: 0 };
         let other = CollectiveKey { bucket: 2, ..key };
         let forward = digest_of(digest_of(FNV_BASIS, &key), &other);
         let backward = digest_of(digest_of(FNV_BASIS, &other), &key);

@@ -142,7 +142,12 @@ impl Actor for Watching {
         Ok(state)
     }
 
-    async fn handle(&self, me: ActorRef<Watch>, message: Watch, state: &mut WatchState) -> Result<(), ActorProcessingErr> {
+    async fn handle(
+        &self,
+        me: ActorRef<Watch>,
+        message: Watch,
+        state: &mut WatchState,
+    ) -> Result<(), ActorProcessingErr> {
         let said = match message {
             Watch::Said(said) => Some(said),
             Watch::Tick => state.look().map(SupervisorMsg::Failed),
@@ -294,8 +299,9 @@ async fn spawn_all(
     let parent = || supervisor.get_cell();
     let mut buckets = Vec::with_capacity(machines.buckets.len());
     for bucket in machines.buckets {
-        let (address, _) =
-            Actor::spawn_linked(None, shell::<Bucket>(), running(bucket, hands, &post), parent()).await.map_err(text)?;
+        let (address, _) = Actor::spawn_linked(None, shell::<Bucket>(), running(bucket, hands, &post), parent())
+            .await
+            .map_err(text)?;
         buckets.push(address);
     }
     let (prehook, _) =

@@ -91,11 +91,7 @@ impl Supervisor {
         };
         let own = &mut self.own[index];
         if own.digest != digest {
-            actions.push(Action::Announce(ControlMsg::History {
-                from: self.rank,
-                step,
-                entries: own.history.clone(),
-            }));
+            actions.push(Action::Announce(ControlMsg::History { from: self.rank, step, entries: own.history.clone() }));
             return;
         }
         own.agreed += 1;
@@ -104,13 +100,7 @@ impl Supervisor {
         }
     }
 
-    fn compare_history(
-        &mut self,
-        peer: usize,
-        step: u64,
-        theirs: &Arc<[CollectiveKey]>,
-        actions: &mut Vec<Action>,
-    ) {
+    fn compare_history(&mut self, peer: usize, step: u64, theirs: &Arc<[CollectiveKey]>, actions: &mut Vec<Action>) {
         let Some(own) = self.own.iter().find(|shown| shown.step == step) else {
             self.histories.push((peer, step, theirs.clone()));
             return;
@@ -121,13 +111,7 @@ impl Supervisor {
 }
 
 /// Names the first entry in which two histories differ.
-fn first_mismatch(
-    rank: usize,
-    mine: &[CollectiveKey],
-    peer: usize,
-    theirs: &[CollectiveKey],
-    step: u64,
-) -> Failure {
+fn first_mismatch(rank: usize, mine: &[CollectiveKey], peer: usize, theirs: &[CollectiveKey], step: u64) -> Failure {
     // Histories may be cut at the front; line them up by sequence number.
     let from = mine.first().map_or(0, |key| key.seq).max(theirs.first().map_or(0, |key| key.seq));
     let (mut a, mut b) = (mine.iter().filter(|k| k.seq >= from), theirs.iter().filter(|k| k.seq >= from));

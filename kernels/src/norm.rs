@@ -201,3 +201,66 @@ impl Lanes {
 fn larger(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::float_cmp)] // bits are promised
+    use super::*;
+
+    fn piece(start: usize, end: usize, param: u32) -> NormPiece {
+        NormPiece { start, end, param, counted: true }
+    }
+
+    #[test]
+    fn squares_maximum_and_zeros_are_of_the_pieces_alone() {
+        let grad = [f32::NAN, 3.0, -4.0, 0.0, f32::NAN, -0.0, 12.0, f32::INFINITY];
+        let partial = partial(&grad, &[piece(1, 4, 0), piece(5, 7, 1)]);
+        assert_eq!(partial, Partial { sum_squares: 169.0, max_abs: 12.0, zeros: 2, nonfinite: None });
+    }
+
+    #[test]
+    fn an_uncounted_piece_is_only_searched_for_nonfinite_elements() {
+        let uncounted = NormPiece { counted: false, ..piece(2, 4, 7) };
+        let all = partial(&[1.0, 2.0, 9.0, 0.0], &[piece(0, 2, 3), uncounted]);
+        assert_eq!(all, Partial { sum_squares: 5.0, max_abs: 2.0, zeros: 0, nonfinite: None });
+        let all = partial(&[1.0, 2.0, f32::NAN, 0.0], &[piece(0, 2, 3), uncounted]);
+        assert_eq!(all, Partial { sum_squares: 5.0, max_abs: 2.0, zeros: 0, nonfinite: Some(7) });
+    }
+
+    #[test]
+    fn the_first_parameter_with_a_nonfinite_element_is_named_wherever_the_element_lies() {
+        for bad in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            for at in 0..200 {
+                let mut grad = [1.0; 400];
+                grad[at] = bad;
+                grad[399] = bad;
+                let pieces = [piece(0, 100, 5), piece(100, 200, 4), piece(200, 400, 3)];
+                let expected = if at < 100 { 5 } else { 4 };
+                assert_eq!(partial(&grad, &pieces).nonfinite, Some(expected), "{bad} at {at}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_largest_finite_values_are_not_taken_for_infinite() {
+        let partial = partial(&[f32::MAX; 5000], &[piece(0, 5000, 0)]);
+        assert_eq!((partial.nonfinite, partial.max_abs), (None, f64::from(f32::MAX)));
+        let square = f64::from(f32::MAX) * f64::from(f32::MAX);
+        assert!((partial.sum_squares / (5000.0 * square) - 1.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn no_pieces_give_an_empty_partial() {
+        assert_eq!(partial(&[1.0, 2.0], &[]), Partial::default());
+        assert_eq!(partial(&[1.0, 2.0], &[piece(1, 1, 0)]), Partial::default());
+    }
+
+    #[test]
+    fn a_partial_comes_back_from_its_bytes() {
+        for nonfinite in [None, Some(0), Some(u32::MAX)] {
+            let partial = Partial { sum_squares: 1e70, max_abs: 2.5, zeros: u64::MAX, nonfinite };
+            assert_eq!(Partial::from_bytes(&partial.to_bytes()), partial);
+        }
+        assert_eq!(Partial::from_bytes(&[0; Partial::BYTES]), Partial::default());
+    }
+}

@@ -18,7 +18,7 @@ use crate::collective::{Collective, IssueRight};
 use crate::device::{Access, AccessMode, Device, Mark, Span, StreamId, StreamKind};
 use crate::error::{Cause, DeviceError, LeaseError};
 use crate::event::{Event, EventStatus, Notify};
-use crate::lease::Lease;
+use crate::lease::{Arena, Lease};
 use crate::verdict::StepReport;
 use crate::work::Work;
 
@@ -115,7 +115,7 @@ pub struct NullLog {
 /// The null device.
 #[derive(Debug)]
 pub struct NullDevice {
-    memory: Memory,
+    memory: Arena,
     script: Option<Script>,
     log: Option<Arc<NullLog>>,
     last_event: AtomicU64,
@@ -130,7 +130,7 @@ impl NullDevice {
     /// the calls remains, and all events are called 0.
     pub fn open(rank: usize, world: usize, script: Option<Script>, keep_log: bool) -> Arc<dyn Device> {
         Arc::new(Self {
-            memory: Memory::default(),
+            memory: Arena::default(),
             script,
             log: keep_log.then(|| Arc::new(NullLog { rank, world, entries: Mutex::default() })),
             last_event: AtomicU64::new(0),
@@ -252,33 +252,6 @@ impl Device for NullDevice {
 
     fn log(&self) -> Option<Arc<NullLog>> {
         self.log.clone()
-    }
-}
-
-/// The memory behind the buffers.
-#[derive(Debug, Default)]
-struct Memory {
-    sizes: Mutex<Vec<usize>>,
-}
-
-impl Memory {
-    fn alloc(&self, bytes: usize, cells: &[usize]) -> Result<Buffer, DeviceError> {
-        let ascending = cells.windows(2).all(|pair| pair[0] < pair[1]);
-        if !ascending || cells.last().is_some_and(|last| *last != bytes) {
-            return Err(DeviceError::BadCells { bytes });
-        }
-        let mut sizes = self.sizes.lock();
-        let id = crate::buffer::BufferId(sizes.len() as u32);
-        sizes.push(bytes);
-        Ok(Buffer { id, bytes })
-    }
-
-    fn allocated_bytes(&self) -> usize {
-        self.sizes.lock().iter().sum()
-    }
-
-    fn lease(&self, range: BufRange, _: AccessMode) -> Result<Lease, LeaseError> {
-        Err(LeaseError::OutOfBounds { range })
     }
 }
 

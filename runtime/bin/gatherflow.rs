@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0, or 2 where an argument, a file or a model is refused; the message names the thing and what to do.
 
+use std::fmt::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -28,7 +29,7 @@ enum Command {
 #[command(after_help = MODEL_HELP)]
 struct PlanArgs {
     /// The model description (TOML, see below)
-    #[arg(required_unless_present = "gpt", conflicts_with = "gpt")]
+    #[arg(conflicts_with = "gpt")]
     model: Option<PathBuf>,
     /// Take the shapes of a GPT with tied embeddings instead of a file
     #[arg(long, value_name = "LAYERS,WIDTH,VOCAB", value_parser = gpt_shape)]
@@ -76,10 +77,13 @@ fn gpt_shape(text: &str) -> Result<[usize; 3], String> {
 fn keys_help() -> String {
     let mut text = String::from("Configuration keys (TOML):\n");
     for key in gatherflow::KEYS {
-        text.push_str(&format!(
-            "  {:<24} {} [default: {}]\n{:27}{}\n",
-            key.name, key.help, key.default, "", key.values
-        ));
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            text,
+            "  {:<24} {}
+{:27}{} [default: {}]",
+            key.name, key.help, "", key.values, key.default
+        );
     }
     text.push_str(
         "\nRUST_LOG=gatherflow=debug shows what happens. `gatherflow plan --help` explains the first thing to try.",
@@ -107,8 +111,7 @@ fn main() -> ExitCode {
 
 /// Writes to standard output; a reader that went away (`| head`) is no error.
 fn print(text: &str) -> ExitCode {
-    use std::io::Write;
-    match std::io::stdout().lock().write_all(text.as_bytes()) {
+    match std::io::Write::write_all(&mut std::io::stdout().lock(), text.as_bytes()) {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => {
             eprintln!("error: cannot write: {e}");
             ExitCode::FAILURE

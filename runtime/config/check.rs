@@ -4,7 +4,7 @@ use toml::Value;
 
 use super::keys::KEYS;
 use super::{Config, ConfigError, Credits, ScalerKind};
-use crate::actors::{Bucketing, Deadlines, OnNonFinite, Overlap, ScalerRule};
+use crate::actors::{Bucketing, Deadlines, Overlap, ScalerRule};
 
 impl Config {
     /// Checks what can be checked without a model: ranges, keys that exclude each other, keys that the chosen device or
@@ -127,10 +127,6 @@ impl Config {
                 hysteresis: self.hysteresis as i32,
             },
         }
-    }
-
-    pub(crate) fn on_nonfinite_policy(&self) -> OnNonFinite {
-        self.on_nonfinite
     }
 
     pub(crate) fn deadline_rule(&self) -> Deadlines {

@@ -2,6 +2,7 @@
 //!
 //! One row per key and nothing about keys elsewhere, so that the documentation cannot drift from what is read.
 
+use std::fmt::Write;
 use std::time::Duration;
 
 use toml::Value;
@@ -34,28 +35,28 @@ pub const KEYS: &[Key] = &[
         values: "a number of ranks from 1",
         default: "as many as are started",
         help: "refuses to start with another number of ranks",
-        set: |c, v| Some(c.ranks = Some(count(v)?)),
+        set: |c, v| put(&mut c.ranks, count(v).map(Some)),
     },
     Key {
         name: "device",
         values: "\"cpu\" or \"null\"",
         default: "\"cpu\"",
         help: "where the work runs; null only logs it",
-        set: |c, v| Some(c.device = one_of(v, &["cpu", "null"])?),
+        set: |c, v| put(&mut c.device, one_of(v, &["cpu", "null"])),
     },
     Key {
         name: "transport",
         values: "\"local\"",
         default: "\"local\"",
         help: "what carries collectives; local: ranks are threads of one process",
-        set: |c, v| Some(c.transport = one_of(v, &["local"])?),
+        set: |c, v| put(&mut c.transport, one_of(v, &["local"])),
     },
     Key {
         name: "emulate",
         values: "bandwidth and latency such as \"1gbit,200us\"",
         default: "no emulated link",
         help: "every rank's collectives share a link of this speed; not with one rank, not on the null device",
-        set: |c, v| Some(c.emulate = Some(Link::parse(v.as_str()?).ok()?)),
+        set: |c, v| put(&mut c.emulate, Link::parse(v.as_str()?).ok().map(Some)),
     },
     Key {
         name: "overlap",
@@ -91,35 +92,35 @@ pub const KEYS: &[Key] = &[
         values: "true or false",
         default: "true",
         help: "reduce a bucket as soon as its gradients are complete, or all of them in step",
-        set: |c, v| Some(c.overlap_grad_reduce = v.as_bool()?),
+        set: |c, v| put(&mut c.overlap_grad_reduce, v.as_bool()),
     },
     Key {
         name: "bucket_size",
         values: "a number of elements from 1; not together with num_buckets",
         default: "max(40 000 000, 1 000 000 x ranks)",
         help: "a bucket closes once it holds this many elements; parameters are never split",
-        set: |c, v| Some(c.bucket_size = Some(count(v)?)),
+        set: |c, v| put(&mut c.bucket_size, count(v).map(Some)),
     },
     Key {
         name: "num_buckets",
         values: "a number of buckets from 1; not together with bucket_size",
         default: "by bucket_size",
         help: "cut so that there are about this many buckets; there may be fewer",
-        set: |c, v| Some(c.num_buckets = Some(count(v)?)),
+        set: |c, v| put(&mut c.num_buckets, count(v).map(Some)),
     },
     Key {
         name: "bandwidth_alignment",
         values: "true or false",
         default: "false",
         help: "align bucket ends to 65 536 elements, as NCCL likes it",
-        set: |c, v| Some(c.bandwidth_alignment = v.as_bool()?),
+        set: |c, v| put(&mut c.bandwidth_alignment, v.as_bool()),
     },
     Key {
         name: "lr",
         values: "a number from 0",
         default: "0.001",
         help: "learning rate of groups that do not set their own, until set_lr",
-        set: |c, v| Some(c.lr = number(v, 0.0..f64::INFINITY)?),
+        set: |c, v| put(&mut c.lr, number(v, 0.0..f64::INFINITY)),
     },
     Key {
         name: "betas",
@@ -127,7 +128,7 @@ pub const KEYS: &[Key] = &[
         default: "[0.9, 0.999]",
         help: "decay of Adam's moments, for groups that do not set their own",
         set: |c, v| match v.as_array()?.as_slice() {
-            [a, b] => Some(c.betas = (number(a, 0.0..1.0)?, number(b, 0.0..1.0)?)),
+            [a, b] => put(&mut c.betas, number(a, 0.0..1.0).zip(number(b, 0.0..1.0))),
             _ => None,
         },
     },
@@ -136,28 +137,28 @@ pub const KEYS: &[Key] = &[
         values: "a number above 0",
         default: "1e-8",
         help: "added to the root of the second moment, for groups that do not set their own",
-        set: |c, v| Some(c.eps = number(v, f64::MIN_POSITIVE..f64::INFINITY)?),
+        set: |c, v| put(&mut c.eps, number(v, f64::MIN_POSITIVE..f64::INFINITY)),
     },
     Key {
         name: "weight_decay",
         values: "a number from 0",
         default: "0.01",
         help: "weight decay of groups that do not set their own",
-        set: |c, v| Some(c.weight_decay = number(v, 0.0..f64::INFINITY)?),
+        set: |c, v| put(&mut c.weight_decay, number(v, 0.0..f64::INFINITY)),
     },
     Key {
         name: "adam_w",
         values: "true or false",
         default: "true",
         help: "decoupled weight decay; false adds it to the gradient",
-        set: |c, v| Some(c.adam_w = v.as_bool()?),
+        set: |c, v| put(&mut c.adam_w, v.as_bool()),
     },
     Key {
         name: "max_norm",
         values: "a number from 0; 0 turns clipping off",
         default: "1.0",
         help: "gradients are scaled down to this norm; not on the null device",
-        set: |c, v| Some(c.max_norm = number(v, 0.0..f64::INFINITY)?),
+        set: |c, v| put(&mut c.max_norm, number(v, 0.0..f64::INFINITY)),
     },
     Key {
         name: "average",
@@ -221,84 +222,84 @@ pub const KEYS: &[Key] = &[
         values: "a number above 0",
         default: "65536",
         help: "the scale of the constant scaler",
-        set: |c, v| Some(c.scale = scale(v)?),
+        set: |c, v| put(&mut c.scale, scale(v)),
     },
     Key {
         name: "scaler.initial",
         values: "a number above 0",
         default: "4294967296",
         help: "the first scale of the dynamic scaler",
-        set: |c, v| Some(c.initial = scale(v)?),
+        set: |c, v| put(&mut c.initial, scale(v)),
     },
     Key {
         name: "scaler.min",
         values: "a number above 0",
         default: "1",
         help: "the smallest scale of the dynamic scaler",
-        set: |c, v| Some(c.min = scale(v)?),
+        set: |c, v| put(&mut c.min, scale(v)),
     },
     Key {
         name: "scaler.growth",
         values: "a number from 1",
         default: "2",
         help: "factor on the dynamic scale after `interval` good steps",
-        set: |c, v| Some(c.growth = number(v, 1.0..f64::from(f32::MAX))?),
+        set: |c, v| put(&mut c.growth, number(v, 1.0..f64::from(f32::MAX))),
     },
     Key {
         name: "scaler.backoff",
         values: "a number above 0 and below 1",
         default: "0.5",
         help: "factor on the dynamic scale after `hysteresis` bad steps",
-        set: |c, v| Some(c.backoff = number(v, f64::from(f32::MIN_POSITIVE)..1.0)?),
+        set: |c, v| put(&mut c.backoff, number(v, f64::from(f32::MIN_POSITIVE)..1.0)),
     },
     Key {
         name: "scaler.interval",
         values: "a number of steps from 1",
         default: "1000",
         help: "good steps in a row before the dynamic scale grows",
-        set: |c, v| Some(c.interval = u32::try_from(count(v)?).ok()?),
+        set: |c, v| put(&mut c.interval, u32::try_from(count(v)?).ok()),
     },
     Key {
         name: "scaler.hysteresis",
         values: "a number of steps from 1",
         default: "2",
         help: "bad steps before the dynamic scale backs off; refilled by growth only",
-        set: |c, v| Some(c.hysteresis = u32::try_from(count(v)?).ok().filter(|n| *n <= i32::MAX as u32)?),
+        set: |c, v| put(&mut c.hysteresis, u32::try_from(count(v)?).ok().filter(|n| *n <= i32::MAX as u32)),
     },
     Key {
         name: "steps_in_flight",
         values: "a number of steps from 1",
         default: "2",
         help: "step blocks while this many outcomes are unknown",
-        set: |c, v| Some(c.steps_in_flight = u32::try_from(count(v)?).ok()?),
+        set: |c, v| put(&mut c.steps_in_flight, u32::try_from(count(v)?).ok()),
     },
     Key {
         name: "deadlines.start_up_s",
         values: SECONDS,
         default: "600",
         help: "how long ranks wait for each other at the start",
-        set: |c, v| Some(c.start_up = seconds(v)?),
+        set: |c, v| put(&mut c.start_up, seconds(v)),
     },
     Key {
         name: "deadlines.collective_s",
         values: SECONDS,
         default: "600",
         help: "how long a collective may take from the last sign of progress of the peer waited for",
-        set: |c, v| Some(c.collective = seconds(v)?),
+        set: |c, v| put(&mut c.collective, seconds(v)),
     },
     Key {
         name: "deadlines.silence_s",
         values: SECONDS,
         default: "600",
         help: "how long a rank may be silent before it counts as lost",
-        set: |c, v| Some(c.silence = seconds(v)?),
+        set: |c, v| put(&mut c.silence, seconds(v)),
     },
     Key {
         name: "check_order_every",
         values: "a number of steps; 0 never",
         default: "100",
         help: "ranks compare the order of their collectives",
-        set: |c, v| Some(c.check_order_every = u64::try_from(v.as_integer()?).ok()?),
+        set: |c, v| put(&mut c.check_order_every, u64::try_from(v.as_integer()?).ok()),
     },
     Key {
         name: "start_params",
@@ -320,9 +321,15 @@ pub const KEYS: &[Key] = &[
 pub fn table() -> String {
     let mut text = String::from("| key | values | default | meaning |\n| --- | --- | --- | --- |\n");
     for key in KEYS {
-        text.push_str(&format!("| `{}` | {} | {} | {} |\n", key.name, key.values, key.default, key.help));
+        // Writing to a string cannot fail.
+        let _ = writeln!(text, "| `{}` | {} | {} | {} |", key.name, key.values, key.default, key.help);
     }
     text
+}
+
+fn put<T>(slot: &mut T, value: Option<T>) -> Option<()> {
+    *slot = value?;
+    Some(())
 }
 
 fn count(value: &Value) -> Option<usize> {

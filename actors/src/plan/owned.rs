@@ -6,6 +6,7 @@ use gatherflow_kernels::norm::NormPiece;
 use gatherflow_kernels::work::AdamSegment;
 
 use super::Plan;
+use super::cost;
 use super::ids::{BucketId, ParamId, Rank};
 use super::range::Range;
 
@@ -41,6 +42,7 @@ impl Plan {
         let pieces = bucket.params.get(first..end).unwrap_or_default().iter();
         pieces
             .filter_map(|&param| {
+                cost::tick();
                 let whole = range_of(&param);
                 let in_buffer = whole.intersection(shard)?;
                 Some(OwnedPiece {

@@ -106,12 +106,7 @@ impl Session {
         self.post.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: true }));
     }
 
-    fn demand(
-        &self,
-        version: u64,
-        demanded: u32,
-        buckets: impl Iterator<Item = BucketId>,
-    ) -> Result<(), Cause> {
+    fn demand(&self, version: u64, demanded: u32, buckets: impl Iterator<Item = BucketId>) -> Result<(), Cause> {
         let (device, executor) = (&self.hands.device, self.hands.streams.executor);
         device.mark(executor, Mark::Demanded { version, demanded });
         let mut wanted = self.face.raise_demand(version, demanded);

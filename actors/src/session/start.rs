@@ -13,6 +13,7 @@ use gatherflow_kernels::{
 use parking_lot::Mutex;
 
 use super::{BucketSide, Driver, Session, SessionConfig, StartParams, UnitFace};
+use crate::action::Letter;
 use crate::control::{Agreement, Control, Seat};
 use crate::face::Face;
 use crate::hands::{Hands, Issued, Post, Streams};
@@ -24,10 +25,9 @@ use crate::plan::{ParamId, Plan, Purpose};
 use crate::recorder::Recorder;
 use crate::shell::{ActorThread, Directory};
 use crate::supervisor::SupervisorMsg;
-use crate::action::Letter;
 
 /// Fills one parameter's memory at the start.
-pub type Init<'a> = &'a mut dyn FnMut(ParamId, &mut Lease) -> Result<(), Cause>;
+pub(super) type Init<'a> = &'a mut dyn FnMut(ParamId, &mut Lease) -> Result<(), Cause>;
 
 impl Session {
     /// Starts one rank: allocates what the plan lists, calls `init` once per parameter (frozen ones too), meets the other
@@ -68,7 +68,6 @@ fn start(
     if config.driver == Driver::Inline && options.device != "null" {
         return Err(fail(format!("the inline driver runs on the null device only, not on {:?}", options.device)));
     }
-    let on_null = options.device == "null";
     let opened = open(&options, &seat.place()).map_err(device_error)?;
     let (device, mut comm) = (opened.device, opened.comm);
     let lowering = Lowering::new(&plan, rank, device.as_ref(), config.rule, config.scaler).map_err(device_error)?;
@@ -92,7 +91,7 @@ fn start(
     // The inline driver runs ranks one after the other on one thread: they cannot meet.
     let meets = config.driver == Driver::Actors;
     let mut lines = agreement(&plan, &config);
-    if config.start_params == StartParams::Check && !on_null {
+    if config.start_params == StartParams::Check {
         let hash = parameter_hash(&plan, &lowering, device.as_ref()).map_err(|e| fail(e.to_string()))?;
         lines.push(("hash of the initial parameters".into(), format!("{hash:016x}")));
     }
@@ -100,7 +99,7 @@ fn start(
         control.meet(lines, config.deadlines.start_up)?;
     }
     let mut seq = 0;
-    if config.start_params == StartParams::Broadcast && plan.ranks() > 1 && !on_null {
+    if config.start_params == StartParams::Broadcast && plan.ranks() > 1 {
         for allocation in plan.memory().allocations {
             let dtype = match allocation.purpose {
                 Purpose::Params(buffer) => plan.buffer(buffer).dtype,
@@ -126,8 +125,7 @@ fn start(
     for bucket in plan.buckets() {
         let memory = lowering.bucket(bucket.id);
         if memory.dtype != DType::F32 {
-            let cast =
-                Cast { src: memory.param_shard, from: memory.dtype, dst: memory.master, to: DType::F32 };
+            let cast = Cast { src: memory.param_shard, from: memory.dtype, dst: memory.master, to: DType::F32 };
             device.enqueue(streams.optimizer, Work::Cast(cast)).map_err(device_error)?;
         }
     }

@@ -275,6 +275,9 @@ fn a_gather_let_go_without_an_entry_is_counted_only() {
     let log = vec![gather_apart(0), demanded(1), gather_apart(3), demanded(4)];
     let summary = run(&[log], window(1)).unwrap();
     assert_eq!(summary.let_go_without_entry, 1, "demand for 3 comes after the gather");
+    // A later, smaller demand takes nothing back.
+    let falling = vec![demanded(3), demanded(1), demanded(2), gather_apart(3)];
+    assert!(matches!(run(&[falling], window(1)).unwrap_err().list[..], [Violation::RanAhead { .. }]));
     let other_version = LogEntry::Mark { on: EXECUTOR, mark: Mark::Demanded { version: 0, demanded: 4 } };
     let summary = run(&[vec![other_version, gather_apart(3)]], window(1)).unwrap();
     assert_eq!(summary.let_go_without_entry, 1, "demand for another version lets nothing go");

@@ -15,6 +15,8 @@ enum Op {
     Record(u32),
     /// Waits for one of the rank's events; the flag allows later ones.
     Wait(u32, prop::sample::Index, bool),
+    /// The second stream waits for all that the first one has so far.
+    Sync(u32, u32),
     Collective(u32, BufRange, BufRange),
     Demanded(u32),
     WaitEnded(u32),
@@ -34,8 +36,9 @@ fn any_op() -> impl Strategy<Value = Op> {
         2 => (on(), any_range()).prop_map(|(on, range)| Op::Write(on, range)),
         1 => (on(), any_range(), any_range()).prop_map(|(on, src, dst)| Op::Copy(on, src, dst)),
         2 => any_range().prop_map(Op::Read),
-        5 => on().prop_map(Op::Record),
-        7 => (on(), any::<prop::sample::Index>(), prop::bool::weighted(0.05)).prop_map(|(on, i, late)| Op::Wait(on, i, late)),
+        2 => on().prop_map(Op::Record),
+        3 => (on(), any::<prop::sample::Index>(), prop::bool::weighted(0.05)).prop_map(|(on, i, late)| Op::Wait(on, i, late)),
+        6 => (on(), on()).prop_map(|(from, to)| Op::Sync(from, to)),
         2 => (on(), any_range(), any_range()).prop_map(|(on, send, recv)| Op::Collective(on, send, recv)),
         1 => (0..4_u32).prop_map(Op::Demanded),
         1 => (0..3_u32).prop_map(Op::WaitEnded),
@@ -53,11 +56,11 @@ fn logs_of(ranks: &[Vec<Op>], swap: bool) -> Vec<Vec<LogEntry>> {
         .map(|(rank, ops)| {
             let own = ops.iter().filter(is_collective).count();
             let filler = std::iter::repeat_n(Op::Collective(2, nothing, nothing), most - own);
-            let all = ops.iter().filter(|op| matches!(op, Op::Record(_))).count();
+            let all = ops.iter().filter(|op| matches!(op, Op::Record(_) | Op::Sync(..))).count();
             let (mut recorded, mut seq) = (0, 0);
             let mut log = Vec::new();
             for op in ops.iter().copied().chain(filler) {
-                log.push(match op {
+                let entry = match op {
                     Op::Write(on, dst) => fill(StreamId(on), dst),
                     Op::Copy(on, src, dst) => copy(StreamId(on), src, dst),
                     Op::Read(range) => read(range),
@@ -72,6 +75,11 @@ fn logs_of(ranks: &[Vec<Op>], swap: bool) -> Vec<Vec<LogEntry>> {
                         }
                         wait(StreamId(on), index.index(choice) as u64 + 1)
                     }
+                    Op::Sync(from, to) => {
+                        recorded += 1;
+                        log.push(record(StreamId(from), recorded));
+                        wait(StreamId(to), recorded)
+                    }
                     Op::Collective(on, send, recv) => {
                         let number = if swap && rank + 1 == ranks.len() && seq < 2 && most > 1 { 1 - seq } else { seq };
                         seq += 1;
@@ -79,7 +87,8 @@ fn logs_of(ranks: &[Vec<Op>], swap: bool) -> Vec<Vec<LogEntry>> {
                     }
                     Op::Demanded(count) => demanded(count),
                     Op::WaitEnded(position) => wait_ended(position),
-                });
+                };
+                log.push(entry);
             }
             log
         })
@@ -91,7 +100,7 @@ fn ordered(a: At, b: At) -> (At, At) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 5000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn fast_and_slow_checker_agree_on_random_logs(
@@ -109,6 +118,7 @@ proptest! {
         let truth = truth(&logs, &ahead);
         let list = run(&logs, ahead).map_or_else(|violations| violations.list, |_| Vec::new());
 
+        eprintln!("DIST cyc={} races={} ahead={} n={}", truth.cyclic, truth.races.len().min(3), truth.ran_ahead.len(), logs.len());
         let cyclic = list.iter().any(|violation| matches!(violation, Violation::Cycle(_)));
         prop_assert_eq!(cyclic, truth.cyclic);
         if cyclic {

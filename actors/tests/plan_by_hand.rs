@@ -1,0 +1,303 @@
+//! Small plans worked out by hand: default sizes, order over several buffers and chunks, tied weights, padding-only
+//! shards, frozen parameters, the norm's filters, memory, and what is printed.
+#![allow(clippy::unwrap_used)]
+
+use gatherflow_actors::plan::{
+    Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Purpose, Range, Rank, UnitId,
+    UnitSpec,
+};
+use gatherflow_kernels::DType;
+
+/// One unit per inner list.
+fn input(ranks: usize, params: Vec<ParamSpec>, chunks: &[&[&[u32]]]) -> PlanInput {
+    let unit = |(i, params): (usize, &&[u32])| UnitSpec {
+        name: format!("unit{i}"),
+        params: params.iter().copied().map(ParamId).collect(),
+    };
+    let chunk = |units: &&[&[u32]]| ChunkSpec { units: units.iter().enumerate().map(unit).collect() };
+    PlanInput {
+        ranks,
+        chunks: chunks.iter().map(chunk).collect(),
+        params,
+        groups: 2,
+        bucketing: Bucketing::Whole,
+        alignment: Alignment::Standard,
+        model_parallel_rank: 0,
+    }
+}
+
+fn bf16(name: &str, numel: usize) -> ParamSpec {
+    ParamSpec::new(name, [numel], DType::Bf16)
+}
+
+fn f32(name: &str, numel: usize) -> ParamSpec {
+    ParamSpec::new(name, [numel], DType::F32)
+}
+
+fn ids(buckets: &[BucketId]) -> Vec<u32> {
+    buckets.iter().map(|b| b.0).collect()
+}
+
+#[test]
+fn the_default_bucket_size_is_forty_million_or_a_million_per_rank() {
+    for (ranks, size) in [(1, 40_000_000), (40, 40_000_000), (41, 41_000_000), (64, 64_000_000)] {
+        let mut input = input(ranks, vec![bf16("w", 5)], &[&[&[0]]]);
+        input.bucketing = Bucketing::Default;
+        assert_eq!(Plan::new(&input).unwrap().bucket_size(), size);
+    }
+}
+
+#[test]
+fn a_number_of_buckets_becomes_a_size_over_all_buffers() {
+    // Aligned sizes 128 + 64 + 192 + 64 (frozen ones do not count): 448 / 3 rounded up is 150.
+    let frozen = ParamSpec { trainable: false, ..bf16("frozen", 9000) };
+    let params = vec![bf16("a", 65), bf16("b", 1), f32("c", 129), f32("d", 64), frozen];
+    let mut input = input(2, params, &[&[&[0, 1, 2, 3, 4]]]);
+    input.bucketing = Bucketing::Count(3);
+    let plan = Plan::new(&input).unwrap();
+    assert_eq!(plan.bucket_size(), 150);
+    // a, b backwards: b, then a reaches 129 of 150; d, then c reaches 193.
+    assert_eq!(plan.buckets().len(), 2);
+    assert!(plan.hints().iter().any(|h| h.contains("3 buckets were asked for, 2 came out")), "{:?}", plan.hints());
+}
+
+#[test]
+fn buffers_of_several_types_and_chunks_are_gathered_by_place() {
+    let params = vec![
+        bf16("emb", 128),
+        f32("norm", 64),
+        bf16("mlp", 128),
+        ParamSpec { chunk: 1, ..f32("norm2", 64) },
+        ParamSpec { chunk: 1, ..bf16("head", 128) },
+    ];
+    let mut input = input(2, params, &[&[&[0], &[1], &[2]], &[&[3], &[4]]]);
+    input.bucketing = Bucketing::Size(1);
+    let plan = Plan::new(&input).unwrap();
+    let buffers: Vec<_> = plan.buffers().iter().map(|b| (b.chunk, b.dtype, b.buckets().len())).collect();
+    assert_eq!(buffers, [(0, DType::Bf16, 2), (0, DType::F32, 1), (1, DType::F32, 1), (1, DType::Bf16, 1)]);
+    // Bucket 0 is mlp, 1 is emb, 2 is norm, 3 is norm2, 4 is head.
+    assert_eq!(ids(plan.gather_order()), [1, 2, 0, 3, 4]);
+    assert_eq!(plan.reduce_order().map(|b| b.0).collect::<Vec<_>>(), [4, 3, 0, 2, 1]);
+    let demands: Vec<_> = plan.units().iter().map(|u| u.demand).collect();
+    assert_eq!(demands, [1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn buckets_of_one_place_go_by_buffer_then_bucket() {
+    let params = vec![f32("a", 64), bf16("b", 64), f32("c", 64), bf16("d", 64)];
+    let mut input = input(2, params, &[&[&[3, 2, 1, 0]]]);
+    input.bucketing = Bucketing::Size(1);
+    let plan = Plan::new(&input).unwrap();
+    assert_eq!(ids(plan.gather_order()), [0, 1, 2, 3]);
+    assert_eq!(plan.unit(UnitId(0)).demand, 4);
+}
+
+#[test]
+fn a_tied_weight_has_the_place_of_its_first_use_and_is_needed_by_both_units() {
+    // The output head (unit 2) reads the embedding again; registered last, its place is unit 0 all the same.
+    let params = vec![bf16("layer", 128), bf16("emb", 128)];
+    let mut input = input(2, params, &[&[&[1], &[0], &[1]]]);
+    input.bucketing = Bucketing::Size(1);
+    let plan = Plan::new(&input).unwrap();
+    let emb = plan.bucket_of(ParamId(1)).unwrap();
+    assert_eq!(plan.bucket(emb).place, UnitId(0));
+    assert_eq!(ids(plan.gather_order()), [emb.0, 1]);
+    assert_eq!(plan.param(ParamId(1)).units, [UnitId(0), UnitId(2)]);
+    assert_eq!(plan.unit(UnitId(2)).buckets, [emb]);
+    assert_eq!(plan.unit(UnitId(2)).demand, 1, "the head demands nothing beyond the embedding");
+}
+
+#[test]
+fn a_unit_with_one_late_bucket_demands_all_before_it() {
+    let params = vec![bf16("a", 128), bf16("b", 128), bf16("c", 128)];
+    let mut input = input(2, params, &[&[&[0], &[1], &[2], &[0, 2], &[]]]);
+    input.bucketing = Bucketing::Size(1);
+    let plan = Plan::new(&input).unwrap();
+    assert_eq!(plan.unit(UnitId(3)).demand, 3);
+    assert_eq!(ids(&plan.unit(UnitId(3)).buckets), [2, 0]);
+    assert_eq!(plan.unit(UnitId(4)).demand, 0, "a unit without parameters demands nothing");
+}
+
+#[test]
+fn more_ranks_than_elements_leave_shards_of_padding_only() {
+    let params = vec![bf16("a", 1), bf16("b", 3), bf16("c", 63), bf16("d", 65)];
+    let plan = Plan::new(&input(192, params, &[&[&[0, 1, 2, 3]]])).unwrap();
+    let bucket = plan.bucket(BucketId(0));
+    // d at 0..65, c at 128..191, b at 192..195, a at 256..257; lcm(192, 128) = 384 elements, two a rank.
+    assert_eq!((bucket.numel(), bucket.shard_numel, bucket.param_numel), (384, 2, 132));
+    let empty = (0..192).filter(|r| plan.owned(Rank(*r), BucketId(0)).is_empty()).count();
+    assert_eq!(empty, 192 - 33 - 32 - 2 - 1);
+    let last = plan.owned(Rank(128), BucketId(0));
+    assert_eq!((last[0].param, last[0].in_shard, last[0].in_param), (ParamId(0), Range::new(0, 1), Range::new(0, 1)));
+    assert!(
+        plan.norm_pieces(Rank(191), BucketId(0)).is_empty() && plan.adam_segments(Rank(191), BucketId(0)).is_empty()
+    );
+}
+
+#[test]
+fn bandwidth_alignment_pads_bucket_ends_to_65_536_times_what_d_needs() {
+    let mut input = input(3, vec![bf16("a", 100)], &[&[&[0]]]);
+    input.alignment = Alignment::Bandwidth;
+    assert_eq!(Plan::new(&input).unwrap().buffers()[0].numel, 3 * 65_536);
+}
+
+#[test]
+fn a_shared_embedding_in_the_middle_closes_the_bucket_before_it() {
+    let shared = ParamSpec { shared_embedding: true, ..bf16("emb", 10) };
+    let plan =
+        Plan::new(&input(2, vec![bf16("a", 10), shared, bf16("b", 300), bf16("c", 10)], &[&[&[0, 1, 2, 3]]])).unwrap();
+    let buckets: Vec<_> =
+        plan.buckets().iter().map(|b| (b.range, b.params.iter().map(|p| p.0).collect::<Vec<_>>())).collect();
+    assert_eq!(
+        buckets,
+        [(Range::new(0, 384), vec![3, 2]), (Range::new(384, 512), vec![1]), (Range::new(512, 640), vec![0])]
+    );
+}
+
+#[test]
+fn nothing_to_train_is_legal_and_leaves_only_the_small_all_gather() {
+    let frozen = ParamSpec { trainable: false, grad_dtype: DType::F16, group: 99, ..bf16("w", 100) };
+    let plan = Plan::new(&input(2, vec![frozen], &[&[&[0]]])).unwrap();
+    assert!(plan.buckets().is_empty() && plan.buffers().is_empty() && plan.gather_order().is_empty());
+    assert_eq!(plan.unit(UnitId(0)).demand, 0);
+    assert_eq!(plan.memory().total_bytes(), 128 * 2 + 2 * 64 + 64);
+    assert_eq!(plan.memory().get(Purpose::Partials).unwrap().bytes, 0);
+    assert!(plan.describe().contains("no trainable parameter"));
+    let empty = Plan::new(&input(2, vec![], &[&[&[]]])).unwrap();
+    assert!(empty.params().is_empty());
+}
+
+#[test]
+fn frozen_parameters_have_aligned_memory_in_no_bucket() {
+    let frozen = |name: &str, numel| ParamSpec { trainable: false, ..bf16(name, numel) };
+    let params = vec![frozen("a", 65), bf16("w", 10), frozen("b", 3)];
+    let plan = Plan::new(&input(2, params, &[&[&[0, 1, 2]]])).unwrap();
+    let ranges: Vec<Range> = [0, 2].map(|p| plan.param(ParamId(p)).home.range()).into();
+    assert_eq!(ranges, [Range::new(0, 65), Range::new(128, 131)]);
+    assert!(matches!(plan.param(ParamId(2)).home, Home::Frozen { .. }));
+    let memory = plan.memory();
+    let allocation = memory.get(Purpose::Frozen(plan.frozen()[0].index)).unwrap();
+    assert_eq!((allocation.bytes, allocation.cells.as_slice()), (192 * 2, [256, 384].as_slice()));
+}
+
+#[test]
+fn the_norm_counts_first_copies_and_leaves_duplicates_to_model_parallel_rank_0() {
+    let copy = |name: &str| ParamSpec { shared: Some("emb".into()), ..bf16(name, 4) };
+    let parallel = ParamSpec { tensor_parallel: true, ..bf16("tp", 4) };
+    let parallel_copy = |name: &str| ParamSpec { tensor_parallel: true, shared: Some("tied".into()), ..bf16(name, 4) };
+    let params = vec![copy("in"), bf16("w", 4), parallel, copy("out"), parallel_copy("x"), parallel_copy("y")];
+    let mut input = input(1, params, &[&[&[0, 1, 2, 3, 4, 5]]]);
+    let counted = |input: &PlanInput| -> Vec<u32> {
+        let pieces = Plan::new(input).unwrap().norm_pieces(Rank(0), BucketId(0));
+        let mut counted: Vec<u32> = pieces.iter().filter(|p| p.counted).map(|p| p.param).collect();
+        assert_eq!(pieces.len(), 6, "the non-finite search reads all of them");
+        counted.sort_unstable();
+        counted
+    };
+    assert_eq!(counted(&input), [0, 1, 2, 4]);
+    input.model_parallel_rank = 1;
+    assert_eq!(counted(&input), [2, 4]);
+}
+
+#[test]
+fn adam_runs_go_over_gaps_within_a_group_and_break_at_the_next_group() {
+    let group = |name: &str, numel, group| ParamSpec { group, ..bf16(name, numel) };
+    let params = vec![group("a", 10, 0), group("b", 10, 1), group("c", 10, 1)];
+    let plan = Plan::new(&input(1, params, &[&[&[0, 1, 2]]])).unwrap();
+    let segments = plan.adam_segments(Rank(0), BucketId(0));
+    // c at 0..10, b at 64..74, a at 128..138.
+    let runs: Vec<_> = segments.iter().map(|s| (s.start, s.end, s.group)).collect();
+    assert_eq!(runs, [(0, 74, 1), (128, 138, 0)]);
+}
+
+#[test]
+fn memory_of_a_mixed_model_is_what_the_formats_need() {
+    let bf16_grads = ParamSpec { grad_dtype: DType::Bf16, ..bf16("c", 10) };
+    let params = vec![bf16("a", 65), bf16("b", 10), f32("n", 10), bf16_grads];
+    let mut input = input(2, params, &[&[&[0, 1, 2, 3]]]);
+    input.bucketing = Bucketing::Size(1);
+    let plan = Plan::new(&input).unwrap();
+    let list: Vec<(String, Vec<usize>)> =
+        plan.memory().allocations.iter().map(|a| (a.purpose.to_string(), a.cells.clone())).collect();
+    // Buffer 0: b at 0..10 in bucket 0..128, a at 128..193 in bucket 128..256. Shards of 64 elements.
+    let expected: [(&str, &[usize]); 17] = [
+        ("parameters of buffer 0", &[256, 512]),
+        ("gradients of buffer 0", &[512, 1024]),
+        ("masters of buffer 0", &[256, 512]),
+        ("exp_avg of buffer 0", &[256, 512]),
+        ("exp_avg_sq of buffer 0", &[256, 512]),
+        ("parameters of buffer 1", &[512]),
+        ("gradients of buffer 1", &[512]),
+        ("exp_avg of buffer 1", &[256]),
+        ("exp_avg_sq of buffer 1", &[256]),
+        ("parameters of buffer 2", &[256]),
+        ("gradients of buffer 2", &[256]),
+        ("reduced gradients of buffer 2", &[256]),
+        ("masters of buffer 2", &[256]),
+        ("exp_avg of buffer 2", &[256]),
+        ("exp_avg_sq of buffer 2", &[256]),
+        ("norm partials", &[32, 64, 96, 128]),
+        ("rank records", &[64, 128]),
+    ];
+    assert_eq!(list.len(), expected.len() + 1);
+    for ((name, cells), (expected_name, expected_cells)) in list.iter().zip(expected) {
+        assert_eq!((name.as_str(), cells.as_slice()), (expected_name, expected_cells));
+    }
+}
+
+#[test]
+fn what_cannot_help_is_said_once_and_is_no_error() {
+    let hints = |ranks, bucketing| {
+        let mut input = input(ranks, vec![bf16("a", 128), f32("b", 128)], &[&[&[0], &[1]]]);
+        input.bucketing = bucketing;
+        Plan::new(&input).unwrap().hints()
+    };
+    assert!(hints(2, Bucketing::Whole).is_empty());
+    assert!(hints(1, Bucketing::Whole)[0].contains("one rank"));
+    assert!(hints(2, Bucketing::Count(3))[0].contains("3 buckets were asked for, 2 came out"));
+    assert!(hints(2, Bucketing::Count(1))[0].contains("each of 2 buffers has a last bucket of its own"));
+    let one = Plan::new(&input(2, vec![bf16("a", 128)], &[&[&[0]]])).unwrap();
+    assert!(one.hints()[0].contains("one bucket"));
+}
+
+#[test]
+fn the_printed_plan_is_aligned_and_complete() {
+    let params = vec![bf16("emb", 70_000), bf16("layer", 1_000), f32("norm", 64)];
+    let mut input = input(2, params, &[&[&[0], &[1, 2]]]);
+    input.bucketing = Bucketing::Size(500);
+    let expected = "\
+plan: 2 ranks, 1 chunk, 2 units, 3 trainable parameters of 71 064 elements
+a bucket closes at 500 elements
+
+buffers
+  buffer  chunk  parameters  gradients  count  buckets  elements   owned
+       0      0        bf16        f32      2        2    71 040  35 520
+       1      0         f32        f32      1        1       128      64
+
+buckets (place: chunk/unit that reads them first)
+  bucket  buffer  place    elements  padding   shard  gather MB  reduce MB
+       0       0  0/unit1     1 024       24     512      0.002      0.004
+       1       0  0/unit0    70 016       16  35 008      0.140      0.280
+       2       1  0/unit1       128       64      64      0.001      0.001
+
+gather order (reduces run in reverse)
+  1 0 2
+
+memory per rank (storage views)
+  allocation                bytes
+  parameters of buffer 0  142 080  142.08 kB
+  gradients of buffer 0   284 160  284.16 kB
+  masters of buffer 0     142 080  142.08 kB
+  exp_avg of buffer 0     142 080  142.08 kB
+  exp_avg_sq of buffer 0  142 080  142.08 kB
+  parameters of buffer 1      512
+  gradients of buffer 1       512
+  exp_avg of buffer 1         256
+  exp_avg_sq of buffer 1      256
+  norm partials                96
+  rank records                128
+  scalars                      64
+  total                   854 304  854.30 kB
+";
+    assert_eq!(Plan::new(&input).unwrap().describe(), expected);
+}

@@ -1,0 +1,339 @@
+//! A scripted executor: models, forward orders, skips and unused parameters drawn from a seed, run on every rank of the null
+//! device by the plain loop.
+#![allow(dead_code, unreachable_pub)]
+
+use std::sync::Arc;
+
+use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
+use gatherflow_actors::{
+    Credits, Deadlines, Driver, Edge, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig, StartParams,
+    StepRequest,
+};
+use gatherflow_kernels::null::{NullLog, Script, updated_report};
+use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
+use gatherflow_kernels::{Access, AccessMode, BufferId, DType, OpenOptions};
+
+/// A small generator with a fixed sequence for each seed.
+#[derive(Clone, Debug)]
+pub struct Draw(u64);
+
+impl Draw {
+    pub fn new(seed: u64) -> Self {
+        Self(seed ^ 0x9e37_79b9_7f4a_7c15)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+
+    pub fn chance(&mut self, percent: usize) -> bool {
+        self.below(100) < percent
+    }
+
+    pub fn shuffle<T>(&mut self, items: &mut [T]) {
+        for i in (1..items.len()).rev() {
+            items.swap(i, self.below(i + 1));
+        }
+    }
+}
+
+/// The model and how it is divided.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    pub ranks: usize,
+    /// Per unit, its parameters.
+    pub units: Vec<Vec<usize>>,
+    pub numel: Vec<usize>,
+    pub dtype: Vec<DType>,
+    pub trainable: Vec<bool>,
+    pub bucket_size: usize,
+}
+
+impl Shape {
+    pub fn regular(ranks: usize, units: usize, per_unit: usize, numel: usize, bucket_size: usize) -> Self {
+        let params = units * per_unit;
+        Self {
+            ranks,
+            units: (0..units).map(|u| (u * per_unit..(u + 1) * per_unit).collect()).collect(),
+            numel: vec![numel; params],
+            dtype: vec![DType::Bf16; params],
+            trainable: vec![true; params],
+            bucket_size,
+        }
+    }
+
+    pub fn draw(seed: u64) -> Self {
+        let mut draw = Draw::new(seed);
+        let units = 1 + draw.below(6);
+        let mut shape = Self {
+            ranks: 1 + draw.below(4),
+            units: Vec::new(),
+            numel: Vec::new(),
+            dtype: Vec::new(),
+            trainable: Vec::new(),
+            bucket_size: [1, 64, 200, 1000, 100_000][draw.below(5)],
+        };
+        for _ in 0..units {
+            let mut members = Vec::new();
+            for _ in 0..1 + draw.below(4) {
+                members.push(shape.numel.len());
+                shape.numel.push([1, 3, 63, 64, 65, 130, 500][draw.below(7)]);
+                shape.dtype.push([DType::Bf16, DType::F32, DType::F16][draw.below(3)]);
+                shape.trainable.push(!draw.chance(15));
+            }
+            // A weight that an earlier unit uses too.
+            if draw.chance(25) {
+                let other = draw.below(shape.numel.len());
+                if !members.contains(&other) {
+                    members.push(other);
+                }
+            }
+            shape.units.push(members);
+        }
+        shape
+    }
+
+    pub fn plan(&self) -> Plan {
+        let params = (0..self.numel.len()).map(|i| {
+            let mut param = ParamSpec::new(format!("p{i}"), [self.numel[i]], self.dtype[i]);
+            param.trainable = self.trainable[i];
+            param
+        });
+        let unit = |(i, members): (usize, &Vec<usize>)| UnitSpec {
+            name: format!("u{i}"),
+            params: members.iter().map(|p| ParamId(*p as u32)).collect(),
+        };
+        let input = PlanInput {
+            chunks: vec![ChunkSpec { units: self.units.iter().enumerate().map(unit).collect() }],
+            ranks: self.ranks,
+            params: params.collect(),
+            groups: 1,
+            bucketing: Bucketing::Size(self.bucket_size),
+            alignment: Alignment::default(),
+            model_parallel_rank: 0,
+        };
+        Plan::new(&input).expect("a legal model")
+    }
+}
+
+/// What runs on it.
+#[derive(Clone, Debug)]
+pub struct Scenario {
+    pub shape: Shape,
+    pub overlap: Overlap,
+    pub credits: u32,
+    pub overlap_grad_reduce: bool,
+    pub steps_in_flight: u32,
+    pub steps: u64,
+    pub skipped: Vec<u64>,
+    /// Forward order: registration order if `None`, else another permutation per rank and step.
+    pub forward_seed: Option<u64>,
+    /// An evaluation between backward and step: reads after the last gradient.
+    pub evaluate: bool,
+    /// Chance in percent that a parameter gets no gradient in a step.
+    pub unused: usize,
+    pub dropped_edge: Option<Edge>,
+    pub issue_on_thread: bool,
+}
+
+/// What a run leaves.
+#[derive(Debug)]
+pub struct Run {
+    pub plan: Arc<Plan>,
+    pub logs: Vec<Arc<NullLog>>,
+    /// Order digests by rank.
+    pub digests: Vec<u64>,
+    shard_bytes: Vec<(BufferId, usize)>,
+}
+
+impl Run {
+    /// The largest shard (or parameter, for gradients) of a buffer in bytes: what one piece of work may touch.
+    pub fn shard_bytes(&self, buffer: BufferId) -> usize {
+        self.shard_bytes.iter().filter(|(b, _)| *b == buffer).map(|(_, n)| *n).max().unwrap_or(usize::MAX)
+    }
+}
+
+impl Scenario {
+    pub fn plain() -> Self {
+        Self {
+            shape: Shape::regular(2, 6, 2, 100, 100),
+            overlap: Overlap::Window,
+            credits: 3,
+            overlap_grad_reduce: true,
+            steps_in_flight: 2,
+            steps: 4,
+            skipped: Vec::new(),
+            forward_seed: None,
+            evaluate: false,
+            unused: 0,
+            dropped_edge: None,
+            issue_on_thread: false,
+        }
+    }
+
+    /// Enough variety that every edge orders something that nothing else orders.
+    pub fn thorough() -> Self {
+        Self { skipped: vec![1, 3], steps: 6, evaluate: true, unused: 20, ..Self::plain() }
+    }
+
+    pub fn draw(shape: Shape, seed: u64) -> Self {
+        let mut draw = Draw::new(seed);
+        let steps = 1 + draw.below(5) as u64;
+        Self {
+            shape,
+            overlap: [Overlap::None, Overlap::Chain, Overlap::Window][draw.below(3)],
+            credits: [1, 2, 3, u32::MAX][draw.below(4)],
+            overlap_grad_reduce: draw.chance(70),
+            steps_in_flight: 1 + draw.below(3) as u32,
+            steps,
+            skipped: (0..steps).filter(|_| draw.chance(25)).collect(),
+            forward_seed: draw.chance(70).then(|| draw.next()),
+            evaluate: draw.chance(40),
+            unused: [0, 0, 20, 100][draw.below(4)],
+            dropped_edge: None,
+            issue_on_thread: false,
+        }
+    }
+
+    pub fn plan(&self) -> Plan {
+        self.shape.plan()
+    }
+
+    pub fn config(&self, driver: Driver) -> SessionConfig {
+        SessionConfig {
+            overlap: self.overlap,
+            credits: Credits { buckets: self.credits, bytes: None },
+            overlap_grad_reduce: self.overlap_grad_reduce,
+            rule: VerdictRule {
+                average: Average::Ranks(self.shape.ranks),
+                max_norm: 1.0,
+                on_nonfinite: OnNonFinite::Skip,
+            },
+            scaler: ScalerRule::None,
+            groups: vec![Group::default()],
+            steps_in_flight: self.steps_in_flight,
+            deadlines: Deadlines {
+                start_up: std::time::Duration::from_secs(20),
+                collective: std::time::Duration::from_secs(20),
+                silence: std::time::Duration::from_secs(20),
+            },
+            check_order_every: 1,
+            start_params: StartParams::Broadcast,
+            driver,
+            dropped_edge: self.dropped_edge,
+        }
+    }
+
+    /// Every rank in turn, by the plain loop, on the null device.
+    pub fn run_on_null(&self) -> Run {
+        let plan = Arc::new(self.plan());
+        let seats = Ranks::local(self.shape.ranks, None).expect("ranks");
+        let mut run = Run { plan: plan.clone(), logs: Vec::new(), digests: Vec::new(), shard_bytes: Vec::new() };
+        for seat in seats {
+            let session = self.start(seat, &plan, Driver::Inline, "null");
+            if run.shard_bytes.is_empty() {
+                run.shard_bytes = shard_bytes(&plan, &session);
+            }
+            self.execute(&session);
+            session.close().expect("close");
+            run.digests.push(session.counters().order_digest);
+            run.logs.push(session.device().log().expect("the null device logs"));
+        }
+        run
+    }
+
+    pub fn start(&self, seat: Seat, plan: &Arc<Plan>, driver: Driver, device: &str) -> Arc<Session> {
+        let skipped = self.skipped.clone();
+        let script = Script(Arc::new(move |step| {
+            let mut report = updated_report();
+            report.updated = !skipped.contains(&step);
+            report
+        }));
+        let options = OpenOptions {
+            device: device.into(),
+            script: Some(script),
+            issue_on_thread: self.issue_on_thread,
+            ..OpenOptions::default()
+        };
+        Session::start(seat, plan.clone(), self.config(driver), options, &mut |_, _| Ok(())).expect("start")
+    }
+
+    /// One rank's executor.
+    pub fn execute(&self, session: &Session) {
+        for step in 0..self.steps {
+            self.step(session, step);
+        }
+    }
+
+    fn step(&self, session: &Session, step: u64) {
+        let plan = session.plan().clone();
+        let rank = session.rank() as u64;
+        let touch = |range, mode| session.device().access(session.executor(), Access { range, mode });
+        let mut order: Vec<u32> = (0..plan.units().len() as u32).collect();
+        if let Some(seed) = self.forward_seed {
+            Draw::new(seed ^ (step << 8) ^ rank).shuffle(&mut order);
+        }
+        let read = |unit: u32| {
+            session.enter(UnitId(unit)).expect("enter");
+            for param in &plan.unit(UnitId(unit)).params {
+                touch(session.param_range(*param), AccessMode::Read);
+            }
+        };
+        order.iter().for_each(|unit| read(*unit));
+
+        // The same on every rank: which parameters get no gradient is decided by step alone.
+        let mut draw = Draw::new(0xface ^ step);
+        let used: Vec<bool> = plan.params().iter().map(|_| !draw.chance(self.unused)).collect();
+        let mut uses: Vec<usize> = plan.params().iter().map(|p| p.units.len()).collect();
+        for unit in order.iter().rev() {
+            for param in &plan.unit(UnitId(*unit)).params {
+                let index = param.0 as usize;
+                uses[index] -= 1;
+                let Some(grad) = session.grad_range(*param) else { continue };
+                touch(session.param_range(*param), AccessMode::Read);
+                if !used[index] {
+                    continue;
+                }
+                session.gradient_free(*param).expect("free");
+                touch(grad, AccessMode::Write);
+                if uses[index] == 0 {
+                    let event = session.device().record(session.executor());
+                    session.gradient_complete(*param, event).expect("complete");
+                }
+            }
+        }
+        if self.evaluate {
+            order.iter().for_each(|unit| read(*unit));
+        }
+        let unwritten = plan.params().iter().filter(|p| p.trainable && !used[p.id.0 as usize]).map(|p| p.id);
+        let request = StepRequest {
+            lrs: vec![LrRow::constant(1e-3)],
+            host: HostVerdict::default(),
+            unwritten: unwritten.collect(),
+            unfinished: Vec::new(),
+        };
+        session.step(request).expect("step");
+    }
+}
+
+fn shard_bytes(plan: &Plan, session: &Session) -> Vec<(BufferId, usize)> {
+    let mut list = Vec::new();
+    for bucket in plan.buckets() {
+        let memory = session.bucket_memory(bucket.id);
+        let ranges = [memory.param_shard, memory.reduced, memory.master, memory.exp_avg, memory.exp_avg_sq];
+        list.extend(ranges.map(|range| (range.buffer, range.bytes())));
+        for param in &bucket.params {
+            if let Some(grad) = session.grad_range(*param) {
+                list.push((grad.buffer, grad.bytes()));
+            }
+        }
+    }
+    list
+}

@@ -1,0 +1,97 @@
+//! The command line teaches, and refuses bad input with exit code 2 and a message that names it.
+#![allow(clippy::unwrap_used)]
+
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+fn gatherflow(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_gatherflow")).args(arguments).output().unwrap()
+}
+
+fn file(name: &str, text: &str) -> String {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::write(&path, text).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+fn refused(arguments: &[&str], names: &str) {
+    let output = gatherflow(arguments);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {message}");
+    assert!(message.contains(names), "{arguments:?} should name {names:?}: {message}");
+    assert!(!message.contains("panicked"), "{message}");
+}
+
+#[test]
+fn help_lists_every_configuration_key() {
+    let output = gatherflow(&["--help"]);
+    assert!(output.status.success());
+    let text = String::from_utf8(output.stdout).unwrap();
+    for key in gatherflow::KEYS {
+        assert!(text.contains(key.name) && text.contains(key.help), "{}", key.name);
+    }
+}
+
+#[test]
+fn plan_prints_a_gpt_for_people_and_as_json() {
+    let text = gatherflow(&["plan", "--gpt", "2,64,256", "--ranks", "2", "--num-buckets", "4"]);
+    assert!(text.status.success());
+    assert!(String::from_utf8(text.stdout).unwrap().contains("bucket"));
+    let json = gatherflow(&["plan", "--gpt", "2,64,256", "--ranks", "2", "--bucket-size", "10000", "--json"]);
+    let plan: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    let numel =
+        |key: &str| -> u64 { plan["buckets"].as_array().unwrap().iter().map(|b| b[key].as_u64().unwrap()).sum() };
+    assert_eq!(numel("param_numel"), plan["numel"].as_u64().unwrap(), "every element is in one bucket");
+    assert_eq!(numel("shard_numel") * 2, numel("numel"), "two ranks own all of it");
+    assert!(plan["buckets"].as_array().unwrap().len() > 4);
+}
+
+#[test]
+fn plan_reads_a_model_and_a_configuration() {
+    let model = file(
+        "good.toml",
+        "[[chunk]]\n[[chunk.unit]]\nname = \"u\"\nparams = [{ name = \"w\", shape = [8, 8], dtype = \"bf16\" }]",
+    );
+    let config = file("config.toml", "ranks = 4\nbucket_size = 10");
+    let json = gatherflow(&["plan", &model, "--config", &config, "--json"]);
+    let plan: serde_json::Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!((plan["ranks"].as_u64(), plan["numel"].as_u64()), (Some(4), Some(64)));
+}
+
+#[test]
+fn bad_arguments_are_refused_by_name() {
+    refused(&["plan"], "no model: give a model description or --gpt");
+    refused(&["plan", "--gpt", "1,2"], "three whole numbers");
+    refused(&["plan", "--gpt", "1,0,3"], "--gpt: parameter `embed.tokens`");
+    refused(&["plan", "--gpt", "1,18446744073709551615,3"], "--gpt: parameter");
+    refused(&["plan", "--gpt", "1,8,8", "--ranks", "0"], "`ranks` = 0");
+    refused(&["plan", "--gpt", "1,8,8", "--num-buckets", "0"], "`num_buckets` = 0");
+    refused(&["plan", "--gpt", "1,8,8", "--bucket-size", "0"], "`bucket_size` = 0");
+    refused(&["plan", "--gpt", "1,8,8", "--num-buckets", "2", "--bucket-size", "2"], "exclude each other");
+    refused(&["plan", "--gpt", "1,8,8", "--overlap", "window"], "--overlap");
+    refused(&["plans"], "plan");
+}
+
+#[test]
+fn bad_files_are_refused_by_name() {
+    refused(&["plan", "/nowhere/model.toml"], "/nowhere/model.toml");
+    refused(&["plan", "--gpt", "1,8,8", "--config", "/nowhere/config.toml"], "/nowhere/config.toml");
+    let unit = |params: &str| format!("[[chunk]]\n[[chunk.unit]]\nname = \"u\"\nparams = [{params}]");
+    let model = |name: &str, params: &str| file(name, &unit(params));
+    let w = "{ name = \"w\", shape = [2], dtype = \"f32\" }";
+    refused(
+        &["plan", &model("dtype.toml", "{ name = \"w\", shape = [2], dtype = \"f64\" }")],
+        "unsupported dtype `f64`",
+    );
+    refused(&["plan", &model("twice.toml", &format!("{w}, {w}"))], "`w` is registered twice");
+    refused(&["plan", &model("shape.toml", "{ name = \"w\", shape = [0], dtype = \"f32\" }")], "impossible shape [0]");
+    refused(&["plan", &model("field.toml", "{ nam = \"w\" }")], "nam");
+    let shared =
+        |name: &str, n: usize| format!("{{ name = \"{name}\", shape = [{n}], dtype = \"f32\", shared = \"s\" }}");
+    refused(&["plan", &model("disagree.toml", &format!("{}, {}", shared("a", 2), shared("b", 3)))], "shapes disagree");
+    refused(&["plan", &file("uses.toml", &format!("{}\nuses = [\"v\"]", unit(w)))], "`v`");
+    refused(&["plan", &file("syntax.toml", "[[chunk")], "syntax.toml");
+    refused(&["plan", &file("no_units.toml", "chunk = []")], "no units");
+    let config = file("bad_config.toml", "credits = 0");
+    refused(&["plan", "--gpt", "1,8,8", "--config", &config], "`credits` = 0");
+}

@@ -1,0 +1,121 @@
+//! Every key is read by name, unknown ones are refused with a hint, and one that nothing reads is an error (rule K1).
+#![allow(clippy::unwrap_used)]
+
+use gatherflow::{Config, ConfigError, Credits, DType, ErrorKind, KEYS, Model, Overlap};
+
+fn refusal(text: &str) -> String {
+    Config::from_toml(text).unwrap_err().to_string()
+}
+
+#[test]
+fn an_unknown_key_is_refused_with_the_nearest_one_as_a_hint() {
+    assert!(refusal("credit = 3").contains("unknown configuration key `credit`; did you mean `credits`?"));
+    assert!(refusal("overlap_grad_reduction = true").contains("did you mean `overlap_grad_reduce`?"));
+    assert!(
+        refusal("[scaler]\nkind = \"dynamic\"\ngroth = 2").contains("`scaler.groth`; did you mean `scaler.growth`?")
+    );
+    assert!(refusal("qqq = 1").contains("the keys are"));
+    assert!(refusal("[deadline]\nsilence_s = 3").contains("`deadline`"));
+}
+
+#[test]
+fn zero_credits_and_zero_bucket_sizes_are_errors_from_text_and_builder() {
+    for key in ["credits", "bucket_size", "num_buckets", "steps_in_flight", "ranks"] {
+        assert!(refusal(&format!("{key} = 0")).contains(&format!("`{key}` = 0: expected")), "{key}");
+    }
+    assert!(Config::new().credits(Credits::Buckets(0)).validate().unwrap_err().to_string().contains("`credits` = 0"));
+    assert!(Config::new().bucket_size(0).validate().unwrap_err().to_string().contains("`bucket_size` = 0"));
+    assert!(Config::new().betas(0.9, 1.0).validate().is_err());
+    assert!(Config::new().max_norm(f64::NAN).validate().is_err());
+}
+
+#[test]
+fn values_of_the_wrong_type_name_key_value_and_what_is_expected() {
+    assert_eq!(
+        refusal("overlap = \"windows\""),
+        "configuration key `overlap` = \"windows\": expected \"none\", \"chain\" or \"window\""
+    );
+    for text in ["credits = \"many\"", "max_norm = -1", "betas = [0.9]", "emulate = \"fast\"", "device = \"cuda\""] {
+        assert!(refusal(text).contains("expected"), "{text}");
+    }
+    assert!(refusal("overlap = ").contains("not valid TOML"));
+    assert!(Config::from_file("/nowhere/config.toml").unwrap_err().to_string().contains("/nowhere/config.toml"));
+}
+
+#[test]
+fn bucket_size_and_num_buckets_exclude_each_other() {
+    assert!(matches!(
+        Config::from_toml("bucket_size = 1\nnum_buckets = 1").unwrap_err(),
+        ConfigError::Conflict { first: "bucket_size", second: "num_buckets" }
+    ));
+}
+
+#[test]
+fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
+    for (text, key) in [
+        ("overlap = \"none\"\ncredits = 3", "credits"),
+        ("overlap = \"chain\"\ncredits = \"unlimited\"", "credits"),
+        ("device = \"null\"\nemulate = \"1gbit,200us\"", "emulate"),
+        ("device = \"null\"\nmax_norm = 1.0", "max_norm"),
+        ("scaler = \"dynamic\"\non_nonfinite = \"error\"", "on_nonfinite"),
+        ("[scaler]\nkind = \"constant\"\ngrowth = 2", "scaler.growth"),
+        ("[scaler]\nkind = \"dynamic\"\nscale = 2", "scaler.scale"),
+        ("[scaler]\ninitial = 2", "scaler.initial"),
+    ] {
+        let message = refusal(text);
+        assert!(message.contains(&format!("`{key}` is set but never read")), "{text}: {message}");
+    }
+    for text in ["overlap = \"none\"", "overlap = \"chain\"", "device = \"null\"", "scaler = \"constant\"", ""] {
+        Config::from_toml(text).unwrap();
+    }
+    assert!(Config::new().overlap(Overlap::None).credits(Credits::Unlimited).validate().is_err());
+}
+
+fn model(dtype: DType) -> Model {
+    let mut model = Model::new();
+    let chunk = model.chunk();
+    let unit = model.unit(chunk, "unit").unwrap();
+    model.param(unit, "half", &[4], dtype).unwrap();
+    model
+}
+
+#[test]
+fn f16_parameters_without_a_scaler_are_refused_by_name() {
+    let error = model(DType::F16).plan(2, &Config::new()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Config);
+    assert!(error.to_string().contains("`half` is f16") && !error.is_fatal(), "{error}");
+    model(DType::F16).plan(2, &Config::from_toml("scaler = \"constant\"").unwrap()).unwrap();
+    model(DType::Bf16).plan(2, &Config::new()).unwrap();
+}
+
+#[test]
+fn an_emulated_link_of_one_rank_and_another_number_of_ranks_are_refused() {
+    let emulated = Config::from_toml("emulate = \"1gbit,200us\"").unwrap();
+    assert!(model(DType::F32).plan(1, &emulated).unwrap_err().to_string().contains("`emulate`"));
+    model(DType::F32).plan(2, &emulated).unwrap();
+    let three = Config::new().ranks(3);
+    assert!(model(DType::F32).plan(2, &three).unwrap_err().to_string().contains("`ranks` = 3, but 2 ranks"));
+}
+
+#[test]
+fn command_line_flags_set_keys_as_text() {
+    let mut config = Config::new();
+    config.set("overlap", "chain").unwrap();
+    assert_eq!(config.overlap_mode(), Overlap::Chain);
+    config.set("num_buckets", "12").unwrap();
+    config.set("emulate", "1gbit,200us").unwrap();
+    assert!(config.set("num_buckets", "twelve").unwrap_err().to_string().contains("twelve"));
+    assert!(config.is_explicit("num_buckets") && !config.is_explicit("credits"));
+}
+
+#[test]
+fn documented_defaults_are_what_a_default_config_holds() {
+    let default = format!("{:?}", Config::new());
+    for key in KEYS {
+        let mut config = Config::new();
+        if config.set(key.name, key.default).is_ok() {
+            let explicit = format!("{{\"{}\"}}", key.name);
+            assert_eq!(format!("{config:?}").replace(&explicit, "{}"), default, "{}: {}", key.name, key.default);
+        }
+    }
+}
