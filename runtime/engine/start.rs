@@ -134,5 +134,7 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
         deadlines: config.deadline_rule(),
         check_order_every: config.check_order_every,
         start_params: config.start_params,
+        driver: actors::Driver::Actors,
+        dropped_edge: None,
     }
 }
