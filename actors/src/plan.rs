@@ -42,7 +42,7 @@ pub use error::PlanError;
 pub use ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, Rank, UnitId, Version};
 pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, ShardGroup, UnitSpec};
 pub use layout::{BucketPlan, BufferPlan, FrozenPlan, Home, PARAM_ALIGN};
-pub use memory::{Allocation, Memory, Purpose, RECORD_BYTES, SCALARS_BYTES};
+pub use memory::{Allocation, Memory, Purpose};
 pub use order::UnitPlan;
 pub use owned::OwnedPiece;
 pub use range::Range;

@@ -62,6 +62,22 @@ fn a_number_of_buckets_becomes_a_size_over_all_buffers() {
 }
 
 #[test]
+fn a_bucket_that_holds_exactly_the_bucket_size_closes() {
+    for (size, buckets) in [(64, 2), (65, 1)] {
+        let mut input = input(2, vec![bf16("a", 1), bf16("b", 64)], &[&[&[0, 1]]]);
+        input.bucketing = Bucketing::Size(size);
+        assert_eq!(Plan::new(&input).unwrap().buckets().len(), buckets, "bucket size {size}");
+    }
+}
+
+#[test]
+fn a_parameter_listed_twice_by_one_unit_is_used_once() {
+    let plan = Plan::new(&input(2, vec![bf16("a", 1), bf16("b", 1)], &[&[&[1, 0, 1]]])).unwrap();
+    assert_eq!(plan.unit(UnitId(0)).params, [ParamId(0), ParamId(1)]);
+    assert_eq!(plan.param(ParamId(1)).units, [UnitId(0)]);
+}
+
+#[test]
 fn buffers_of_several_types_and_chunks_are_gathered_by_place() {
     let params = vec![
         bf16("emb", 128),
@@ -152,6 +168,9 @@ fn a_shared_embedding_in_the_middle_closes_the_bucket_before_it() {
         buckets,
         [(Range::new(0, 384), vec![3, 2]), (Range::new(384, 512), vec![1]), (Range::new(512, 640), vec![0])]
     );
+    // As in the reference, the gap behind b (364..384) counts in the bucket that closes there.
+    let unpadded: Vec<_> = plan.buckets().iter().map(|b| b.numel_unpadded).collect();
+    assert_eq!(unpadded, [384, 10, 10]);
 }
 
 #[test]

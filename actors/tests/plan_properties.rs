@@ -69,7 +69,7 @@ fn model() -> impl Strategy<Value = PlanInput> {
 
 fn end_align(input: &PlanInput) -> usize {
     let base = if input.alignment == Alignment::Bandwidth { 65_536 } else { 128 };
-    (1_usize..).map(|n| n * base).find(|n| n.is_multiple_of(input.ranks)).unwrap()
+    (1..=input.ranks).map(|n| n * base).find(|n| n.is_multiple_of(input.ranks)).unwrap()
 }
 
 fn all_ranks(plan: &Plan) -> impl Iterator<Item = Rank> + use<> {
@@ -182,8 +182,8 @@ proptest! {
                     for range in [piece.in_bucket, piece.in_shard, piece.in_param] {
                         prop_assert_eq!(range.len(), piece.in_buffer.len());
                     }
-                    for element in piece.in_param.start..piece.in_param.end {
-                        covered[piece.param.index()][element] += 1;
+                    for times in &mut covered[piece.param.index()][piece.in_param.start..piece.in_param.end] {
+                        *times += 1;
                     }
                 }
             }

@@ -1,9 +1,9 @@
 //! The CPU device: streams are threads.
 //!
 //! The executor's stream is whoever calls: work enqueued on it runs inline, waiting on it parks the caller, an event
-//! recorded on it is already done. Optimizer, reduce and gather each have one thread ([`stream`]), started when first
+//! recorded on it is already done. Optimizer, reduce and gather each have one thread (`stream`), started when first
 //! asked for, that takes its queue in order. Work holds the cells of memory it touches ([`crate::lease`]), so what it
-//! does can never alias a lease; [`execute`] says what each kind of work does.
+//! does can never alias a lease; `execute` says what each kind of work does.
 //!
 //! The first failure (work that fails or panics, a wait on a failed event, [`Device::poison`]) fails the device: every
 //! open event ends with its cause at once, also behind an item that is stuck, the transport is aborted, and nothing runs
@@ -185,7 +185,7 @@ impl Device for CpuDevice {
     }
 
     fn poison(&self, cause: Cause) {
-        self.state.poison(cause);
+        self.state.poison(&cause);
     }
 
     fn drain_spans(&self, into: &mut Vec<Span>) {
@@ -202,7 +202,7 @@ impl Drop for CpuDevice {
             return;
         }
         let message = "the device was closed while work was under way";
-        self.state.poison(Arc::new(self.state.failure(FailureKind::Closed, message)));
+        self.state.poison(&Arc::new(self.state.failure(FailureKind::Closed, message)));
         let deadline = Instant::now() + GRACE;
         let stuck = late.into_iter().filter_map(|stream| stream.join_until(deadline).err()).count();
         if stuck > 0 {

@@ -1,8 +1,8 @@
 //! The local communicator: ranks are threads of one process.
 //!
 //! A [`LocalWorld`] is what the ranks share; each device is built over its rank's [`LocalTransport`]. A collective is a
-//! meeting under its sequence number ([`meeting`]): everyone posts its memory and waits for all (phase 1), does its own
-//! part, reading the peers' memory (phase 2, [`copy`]), and waits until all are done (phase 3), for as long as the
+//! meeting under its sequence number (`meeting`): everyone posts its memory and waits for all (phase 1), does its own
+//! part, reading the peers' memory (phase 2, `copy`), and waits until all are done (phase 3), for as long as the
 //! emulated [`Link`] pretends.
 //!
 //! Invariants: no rank's memory is touched before that rank is in the meeting, nor after its `run` returned (collective

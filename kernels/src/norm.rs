@@ -243,7 +243,7 @@ mod tests {
 
     #[test]
     fn the_largest_finite_values_are_not_taken_for_infinite() {
-        let partial = partial(&[f32::MAX; 5000], &[piece(0, 5000, 0)]);
+        let partial = partial(&vec![f32::MAX; 5000], &[piece(0, 5000, 0)]);
         assert_eq!((partial.nonfinite, partial.max_abs), (None, f64::from(f32::MAX)));
         let square = f64::from(f32::MAX) * f64::from(f32::MAX);
         assert!((partial.sum_squares / (5000.0 * square) - 1.0).abs() < 1e-12);

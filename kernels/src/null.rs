@@ -6,7 +6,8 @@
 //! precedes every wait on its event. Collectives do not wait for peers. The verdict of each step comes from a [`Script`].
 //!
 //! It fails only when poisoned: events recorded later are failed, enqueueing and waiting return the first cause. It checks
-//! no bounds; the checker does. A call costs about 10 ns without the log and 50 ns with it.
+//! no bounds; the checker does. A call costs 2 to 10 ns without the log (40 ns where a large [`Work`] moves) and 50 to 80 ns
+//! with it, plus the first touch of the log's memory (200 bytes an entry).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};

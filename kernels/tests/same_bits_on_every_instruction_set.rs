@@ -97,9 +97,9 @@ fn one_by_one<G: Element, P: Element>(row: &AdamRow, factor: f32, grad: &[G], in
     let mul = |a: f32, b: f32| black_box(black_box(a) * black_box(b));
     let add = |a: f32, b: f32| black_box(black_box(a) + black_box(b));
     let div = |a: f32, b: f32| black_box(black_box(a) / black_box(b));
-    for i in from..grad.len() {
+    for (i, g) in grad.iter().enumerate().skip(from) {
         let (p, m, v) = (into.master[i], into.exp_avg[i], into.exp_avg_sq[i]);
-        let mut g = mul(grad[i].to_f32(), factor);
+        let mut g = mul(g.to_f32(), factor);
         if !row.decoupled {
             g = add(g, mul(row.weight_decay, p));
         }

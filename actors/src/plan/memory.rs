@@ -5,16 +5,11 @@
 
 use gatherflow_kernels::DType;
 use gatherflow_kernels::norm::Partial;
+use gatherflow_kernels::verdict::{RankRecord, Scalars};
 
 use super::Plan;
 use super::ids::{BufferIndex, FrozenIndex, ParamId};
 use super::layout::BufferPlan;
-
-/// Bytes of one rank's record in the small all-gather.
-pub const RECORD_BYTES: usize = 64;
-
-/// Bytes of a step's scalars.
-pub const SCALARS_BYTES: usize = 64;
 
 const F32: usize = DType::F32.bytes();
 
@@ -124,8 +119,8 @@ impl Plan {
         }
         let slots = |count: usize, bytes: usize| (1..=count).map(|i| i * bytes).collect();
         allocations.push(Allocation::new(Purpose::Partials, slots(self.buckets().len(), Partial::BYTES)));
-        allocations.push(Allocation::new(Purpose::Records, slots(self.ranks(), RECORD_BYTES)));
-        allocations.push(Allocation::new(Purpose::Scalars, vec![SCALARS_BYTES]));
+        allocations.push(Allocation::new(Purpose::Records, slots(self.ranks(), RankRecord::BYTES)));
+        allocations.push(Allocation::new(Purpose::Scalars, vec![Scalars::BYTES]));
         Memory { allocations }
     }
 

@@ -82,10 +82,9 @@ impl<'a> Program<'a> {
             let point = Point { stream, epoch: self.streams[stream].entries.len() as u32 };
             match entry {
                 LogEntry::Record { event, .. } => {
-                    if self.events.contains_key(&(rank, *event)) {
+                    let first = *self.events.entry((rank, *event)).or_insert(point);
+                    if first != point {
                         findings.add(|f| Violation::RepeatedEvent { site: f.site(rank, position) });
-                    } else {
-                        self.events.insert((rank, *event), point);
                     }
                 }
                 LogEntry::Wait { event, .. } => waits.push((position, *event)),

@@ -135,7 +135,7 @@ pub struct Violations {
     /// Violations found beyond those in the list.
     pub more: usize,
     /// What the checker saw.
-    pub summary: Summary,
+    pub summary: Box<Summary>,
 }
 
 impl Violations {
@@ -247,7 +247,7 @@ impl<'a> Findings<'a> {
         if self.list.is_empty() {
             Ok(self.summary)
         } else {
-            Err(Violations { list: self.list, more: self.more, summary: self.summary })
+            Err(Violations { list: self.list, more: self.more, summary: Box::new(self.summary) })
         }
     }
 

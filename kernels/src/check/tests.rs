@@ -254,7 +254,7 @@ fn a_gather_let_go_by_an_entry_must_start_after_it() {
         wait(GATHER, 2),
         gather_apart(2),
     ];
-    let summary = run(&[log.clone()], window(1)).unwrap();
+    let summary = run(std::slice::from_ref(&log), window(1)).unwrap();
     assert_eq!((summary.let_go_by_entry, summary.let_go_within_credits, summary.let_go_without_entry), (2, 1, 0));
     for position in [3, 7] {
         let violations = run(&[without(&log, position)], window(1)).unwrap_err();
@@ -296,7 +296,7 @@ fn in_chain_mode_a_gather_starts_after_the_wait_on_the_one_before() {
         gather_apart(1),
         gather_apart(2),
     ];
-    let summary = run(&[log.clone()], chain()).unwrap();
+    let summary = run(std::slice::from_ref(&log), chain()).unwrap();
     assert_eq!((summary.let_go_by_entry, summary.let_go_within_credits, summary.let_go_without_entry), (1, 1, 1));
     assert!(matches!(run(&[without(&log, 5)], chain()).unwrap_err().list[..], [Violation::RanAhead { .. }]));
 }

@@ -79,7 +79,7 @@ impl State {
     }
 
     /// Ends every open event with this cause, unless there was one before, and aborts the transport.
-    pub(super) fn poison(&self, cause: Cause) {
+    pub(super) fn poison(&self, cause: &Cause) {
         if self.failed.set(cause.clone()).is_err() {
             return;
         }
@@ -88,10 +88,10 @@ impl State {
             let open = std::mem::take(&mut *lane.open.lock());
             for completer in open {
                 // A callback that panics must not keep the others from hearing.
-                let _ = catch_unwind(AssertUnwindSafe(|| completer.fail(&cause)));
+                let _ = catch_unwind(AssertUnwindSafe(|| completer.fail(cause)));
             }
         }
-        self.transport.abort(&cause);
+        self.transport.abort(cause);
     }
 
     /// Runs work on this thread. What goes wrong, a panic included, poisons the device.
@@ -101,7 +101,7 @@ impl State {
             Err(DeviceError::BadWork { work: work.name(), reason: format!("panic: {}", panic_text(&*panic)) })
         });
         if let Err(error) = &result {
-            self.poison(self.cause_of(work, error));
+            self.poison(&self.cause_of(work, error));
         }
         result
     }

@@ -92,7 +92,7 @@ fn serve(state: &State, lane: usize, queue: &Receiver<Item>) {
     for item in queue {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| take(state, lane, item))) {
             let text = format!("panic in the callback of an event: {}", panic_text(&*panic));
-            state.poison(Arc::new(state.failure(FailureKind::Device, text)));
+            state.poison(&Arc::new(state.failure(FailureKind::Device, text)));
         }
         state.lanes[lane].outstanding.fetch_sub(1, Ordering::Release);
     }
@@ -107,7 +107,7 @@ fn take(state: &State, lane: usize, item: Item) {
                 match event.wait_for(LOOK) {
                     None => {}
                     Some(Ok(())) => return,
-                    Some(Err(cause)) => state.poison(cause),
+                    Some(Err(cause)) => state.poison(&cause),
                 }
             }
         }

@@ -1,5 +1,5 @@
 //! The device through its public face: [`crate::open`], streams, events.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::float_cmp)]
 
 mod ending;
 mod streams;

@@ -1,4 +1,4 @@
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::float_cmp)]
 
 use super::*;
 use crate::error::DeviceError;
@@ -162,7 +162,9 @@ fn two_threads_never_hold_one_cell_for_writing() {
             })
         })
         .collect();
-    threads.into_iter().for_each(|t| t.join().unwrap());
+    for thread in threads {
+        thread.join().unwrap();
+    }
     let lease = arena.lease(buffer.whole(), AccessMode::Read).unwrap();
     assert_eq!(lease.as_slice::<f32>().unwrap()[0], 2000.0);
 }

@@ -6,11 +6,14 @@
 //! This file contains unsafe code: peers' memory. The one contract, on [`mine`]: all ranks have posted memory that fits
 //! the shape ([`super::shape`]) and nobody but these copies touches it until all of them are done.
 
+#![allow(clippy::inline_always)] // see `isa`
+
 use half::{bf16, f16};
 
 use super::shape::Shape;
 use crate::convert;
 use crate::dtype::{DType, Element};
+use crate::isa::{self, Body, Isa};
 
 /// One rank's memory.
 #[derive(Clone, Copy, Debug)]
@@ -74,7 +77,6 @@ unsafe fn sum<T: Element>(numel: usize, rank: usize, posts: &[Post]) {
         return;
     }
     let mut total = [0.0_f32; CHUNK];
-    let mut wide = [0.0_f32; CHUNK];
     for start in (0..numel).step_by(CHUNK) {
         let count = CHUNK.min(numel - start);
         let total = &mut total[..count];
@@ -85,12 +87,27 @@ unsafe fn sum<T: Element>(numel: usize, rank: usize, posts: &[Post]) {
             if peer == 0 {
                 convert::cast(part, total);
             } else {
-                let wide = &mut wide[..count];
-                convert::cast(part, wide);
-                total.iter_mut().zip(&*wide).for_each(|(sum, x)| *sum += x);
+                isa::run(Isa::widest(), Add { part, total: &mut *total });
             }
         }
-        // SAFETY: `numel` elements fit `recv`, which is aligned; no peer reads them, and no slice of them is alive.
-        unsafe { std::ptr::copy_nonoverlapping(total.as_ptr(), posts[rank].recv.cast::<f32>().add(start), count) };
+        // SAFETY: `numel` elements fit `recv`; no peer reads them, and no slice of them is alive. Copied as bytes.
+        unsafe { std::ptr::copy_nonoverlapping(total.as_ptr().cast(), posts[rank].recv.add(4 * start), 4 * count) };
+    }
+}
+
+/// Adds a rank's chunk to the sum.
+struct Add<'a, T> {
+    part: &'a [T],
+    total: &'a mut [f32],
+}
+
+impl<T: Element> Body for Add<'_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run(self) {
+        for (sum, x) in self.total.iter_mut().zip(self.part) {
+            *sum += x.to_f32();
+        }
     }
 }

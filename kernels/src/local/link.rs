@@ -75,7 +75,7 @@ impl Link {
         if !(bytes_per_second.is_finite() && bytes_per_second > 0.0) {
             return Err(LinkError::Bandwidth { bytes_per_second });
         }
-        if latency > Duration::from_secs(3600) {
+        if latency > Duration::from_hours(1) {
             return Err(LinkError::Latency { latency });
         }
         Ok(self)
@@ -121,7 +121,7 @@ fn number(text: &str, units: &[(&str, f64)]) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    #![allow(clippy::unwrap_used, clippy::float_cmp)]
     use super::*;
 
     #[test]

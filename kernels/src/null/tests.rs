@@ -144,3 +144,20 @@ fn collectives_and_unknown_streams_are_refused() {
     assert!(matches!(device.enqueue(nowhere, fill(range)), Err(DeviceError::NoStream(s)) if s == nowhere));
     assert_eq!(device.log().unwrap().entries.lock().len(), 2, "what is refused is not logged");
 }
+
+#[test]
+fn leases_are_real_memory_with_and_without_a_log() {
+    for keep_log in [true, false] {
+        let device = NullDevice::open(0, 1, None, keep_log);
+        let buffer = device.alloc(64, &[32, 64]).unwrap();
+        let mut init = device.lease(buffer.range(0, 32), AccessMode::Write).unwrap();
+        init.as_mut_slice::<f32>().unwrap()[7] = 1.5;
+        assert!(matches!(device.lease(buffer.range(28, 32), AccessMode::Read), Err(LeaseError::Conflict { .. })));
+        drop(init);
+        let guard = device.lease(buffer.range(0, 64), AccessMode::Read).unwrap();
+        let on = device.stream(StreamKind::Reduce).unwrap();
+        device.enqueue(on, fill(buffer.whole())).unwrap();
+        assert_eq!(guard.as_slice::<f32>().unwrap()[6..9], [0.0, 1.5, 0.0], "work touches no memory");
+        assert_eq!(device.allocated_bytes(), 64);
+    }
+}

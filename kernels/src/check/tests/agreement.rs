@@ -118,7 +118,6 @@ proptest! {
         let truth = truth(&logs, &ahead);
         let list = run(&logs, ahead).map_or_else(|violations| violations.list, |_| Vec::new());
 
-        eprintln!("DIST cyc={} races={} ahead={} n={}", truth.cyclic, truth.races.len().min(3), truth.ran_ahead.len(), logs.len());
         let cyclic = list.iter().any(|violation| matches!(violation, Violation::Cycle(_)));
         prop_assert_eq!(cyclic, truth.cyclic);
         if cyclic {

@@ -165,7 +165,7 @@ fn witness(hook: BeforeWork) -> (BeforeWork, std::sync::Weak<()>) {
     let alive = Arc::new(());
     let weak = Arc::downgrade(&alive);
     let hook = BeforeWork::new(move |work| {
-        let _alive = &alive;
+        assert!(Arc::strong_count(&alive) > 0);
         (hook.0)(work)
     });
     (hook, weak)
