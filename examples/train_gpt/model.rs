@@ -166,7 +166,7 @@ pub(crate) fn initialize(info: &ParamInfo, out: ParamMut<'_>, seed: u64, layers:
     let residual = if info.name.ends_with(".out.weight") { 1.0 / (2.0 * layers as f32).sqrt() } else { 1.0 };
     match info.shape.len() {
         1 => {
-            let value = if info.name.ends_with(".scale") { 1.0 } else { 0.0 };
+            let value = if info.name.ends_with("norm.scale") { 1.0 } else { 0.0 };
             out.fill_with(|_| value);
         }
         _ => out.fill_with(|_| 0.02 * residual * numbers.normal()),

@@ -14,10 +14,10 @@ pub(crate) struct Options {
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) ranks: Option<usize>,
     /// Optimizer steps
-    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 850, value_parser = count)]
     pub(crate) steps: usize,
     /// Sequences per rank and microbatch
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = count)]
     pub(crate) batch: usize,
     /// Bytes in a sequence
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = count)]

@@ -96,7 +96,7 @@ fn together(job: &Job, ranks: Vec<Rank>) -> Result<Outcome, Failure> {
         let ended: Vec<_> = threads
             .into_iter()
             .map(|thread| match thread.map(std::thread::ScopedJoinHandle::join) {
-                Ok(Ok(finished)) => finished.map_err(failure),
+                Ok(Ok(finished)) => finished.map_err(|e| failure(&e)),
                 Ok(Err(_)) => Err(Failure::Broken("a rank panicked".to_owned())),
                 Err(e) => Err(Failure::Broken(format!("cannot start a thread: {e}"))),
             })
@@ -114,8 +114,8 @@ fn together(job: &Job, ranks: Vec<Rank>) -> Result<Outcome, Failure> {
 }
 
 /// Refused where the user gave something that the engine will not have.
-fn failure(stopped: Stopped) -> Failure {
-    match &stopped {
+fn failure(stopped: &Stopped) -> Failure {
+    match stopped {
         Stopped::Engine(error) if matches!(error.kind(), ErrorKind::Config | ErrorKind::Model) => {
             Failure::Refused(stopped.to_string())
         }
