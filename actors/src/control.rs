@@ -60,6 +60,8 @@ pub struct Board {
     pub alive_ns: AtomicU64,
     /// It closed or dropped its engine.
     pub left: AtomicBool,
+    /// A drill: it is dead, and says nothing more.
+    vanished: AtomicBool,
 }
 
 /// Takes the messages of one rank.
@@ -199,6 +201,9 @@ impl Control {
 
     /// Tells every other rank. One that has gone hears nothing.
     pub fn tell_others(&self, message: &ControlMsg) {
+        if self.vanished() {
+            return;
+        }
         for peer in (0..self.ranks()).filter(|peer| *peer != self.rank) {
             self.tell(peer, message.clone());
         }
@@ -222,10 +227,19 @@ impl Control {
         }
     }
 
+    /// A drill: from now on this rank is as dead as a killed process.
+    pub(crate) fn vanish(&self) {
+        self.board().vanished.store(true, Ordering::SeqCst);
+    }
+
+    fn vanished(&self) -> bool {
+        self.board().vanished.load(Ordering::SeqCst)
+    }
+
     /// This rank goes: its inbox closes and the others hear of it, once.
     pub fn leave(&self) {
         *self.hub.inboxes[self.rank].lock() = Inbox::Gone;
-        if !self.board().left.swap(true, Ordering::SeqCst) {
+        if !self.vanished() && !self.board().left.swap(true, Ordering::SeqCst) {
             // Whoever waits at the meeting must see it.
             drop(self.hub.meeting.lock());
             self.hub.met.notify_all();

@@ -4,6 +4,7 @@
 //! until it asks for nothing more. The ractor shells and the inline loop differ only in how messages are delivered.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,9 +13,10 @@ use gatherflow_kernels::{
 };
 use parking_lot::Mutex;
 
-use crate::action::{Action, After, Edge, Letter, Machine, WrongTransition};
+use crate::action::{Action, ActorName, After, Edge, Letter, Machine, WrongTransition};
 use crate::bucket::BucketMsg;
 use crate::control::Control;
+use crate::drill::{Drill, Fault};
 use crate::face::Face;
 use crate::issuer::Issuer;
 use crate::lowering::Lowering;
@@ -65,6 +67,7 @@ pub(crate) struct Hands {
     pub(crate) outstanding: Mutex<VecDeque<Outstanding>>,
     /// Tests leave out the waits of one edge, to see the checker find it.
     pub(crate) dropped_edge: Option<Edge>,
+    pub(crate) drill: Option<Drill>,
 }
 
 impl Hands {
@@ -145,11 +148,60 @@ impl Hands {
         self.face.fail(cause);
     }
 
-    /// Gives a machine one message and carries out what it asks for.
+    /// Gives a machine one message and carries out what it asks for. A panic is caught: it fails the turn.
     ///
     /// # Errors
     /// The failure of this turn; the caller tells the supervisor.
     pub(crate) fn turn<M: Machine>(
+        self: &Arc<Self>,
+        name: ActorName,
+        machine: &mut M,
+        message: M::Msg,
+        actions: &mut Vec<Action>,
+        issuer: Option<&mut Issuer>,
+        post: &Arc<dyn Post>,
+    ) -> Result<(), Cause> {
+        let turn = AssertUnwindSafe(|| {
+            if let Some(drill) = &self.drill
+                && self.drilled(drill, name)?
+            {
+                return Ok(());
+            }
+            self.take_turn(machine, message, actions, issuer, post)
+        });
+        // What a panic left half done is never used again: the failure poisons this rank.
+        catch_unwind(turn).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+            Err(self.actor_failure(name, &format!("panicked: {}", text.unwrap_or("without a message"))))
+        })
+    }
+
+    fn actor_failure(&self, name: ActorName, what: &str) -> Cause {
+        let failure = Failure::new(FailureKind::Actor, self.control.rank(), format!("the {name} {what}"));
+        Arc::new(match name {
+            ActorName::Bucket(bucket) => failure.in_bucket(bucket.0),
+            _ => failure,
+        })
+    }
+
+    /// What the drill says to a message: whether nobody hears it.
+    fn drilled(&self, drill: &Drill, name: ActorName) -> Result<bool, Cause> {
+        if drill.thread_ends() {
+            return Ok(true);
+        }
+        match drill.ask(name) {
+            Fault::Nothing => return Ok(false),
+            Fault::Fail(reason) => return Err(self.actor_failure(name, &format!("failed: {reason}"))),
+            Fault::Panic(text) => panic!("{text}"),
+            Fault::EndThread => {}
+            Fault::Vanish => self.control.vanish(),
+        }
+        drill.end_thread();
+        Ok(true)
+    }
+
+    fn take_turn<M: Machine>(
         self: &Arc<Self>,
         machine: &mut M,
         message: M::Msg,

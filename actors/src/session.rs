@@ -16,6 +16,7 @@ use gatherflow_kernels::{BufRange, Cause, Device, Event, StreamId};
 use parking_lot::Mutex;
 
 use crate::action::Edge;
+use crate::drill::Drill;
 use crate::face::Face;
 use crate::hands::{Hands, Post};
 use crate::lowering::BucketMemory;
@@ -74,6 +75,9 @@ pub struct SessionConfig {
     /// Tests leave out the waits of one edge, to see the checker find it.
     #[doc(hidden)]
     pub dropped_edge: Option<Edge>,
+    /// Tests let something go wrong.
+    #[doc(hidden)]
+    pub drill: Option<Drill>,
 }
 
 /// What the executor says with `step`.

@@ -11,13 +11,15 @@ use std::thread::JoinHandle;
 use gatherflow_kernels::{Cause, Failure, FailureKind, clock};
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
 
-use crate::action::{Action, Letter, Machine};
+use crate::action::{Action, ActorName, Letter, Machine};
 use crate::bucket::{Bucket, BucketMsg};
 use crate::communicator::CommunicatorMsg;
+use crate::drill::Drill;
 use crate::hands::{Hands, Post};
 use crate::issuer::Issuer;
 use crate::machines::Machines;
 use crate::optimizer::OptimizerMsg;
+use crate::plan::BucketId;
 use crate::prehook::PreHookMsg;
 use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, overdue};
 
@@ -52,6 +54,7 @@ impl Post for Directory {
 
 /// The state of one shell.
 struct Running<M: Machine> {
+    name: ActorName,
     machine: M,
     hands: Arc<Hands>,
     post: Arc<dyn Post>,
@@ -61,7 +64,7 @@ struct Running<M: Machine> {
 
 impl<M: Machine> Running<M> {
     fn turn(&mut self, message: M::Msg) -> Result<(), Cause> {
-        self.hands.turn(&mut self.machine, message, &mut self.actions, self.issuer.as_mut(), &self.post)
+        self.hands.turn(self.name, &mut self.machine, message, &mut self.actions, self.issuer.as_mut(), &self.post)
     }
 }
 
@@ -244,7 +247,12 @@ impl ActorThread {
                             let mut joined = std::pin::pin!(joined);
                             loop {
                                 tokio::select! {
-                                    _ = ticks.tick() => drop(supervisor.send_message(Watch::Tick)),
+                                    _ = ticks.tick() => {
+                                        if thread_hands.drill.as_ref().is_some_and(Drill::thread_ends) {
+                                            break;
+                                        }
+                                        drop(supervisor.send_message(Watch::Tick));
+                                    }
                                     _ = &mut joined => break,
                                 }
                             }
@@ -283,32 +291,31 @@ async fn spawn_all(
     deadlines: Deadlines,
 ) -> Result<(ActorRef<Watch>, tokio::task::JoinHandle<()>), String> {
     let post: Arc<dyn Post> = directory.clone();
-    fn running<M: Machine>(machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
-        Running { machine, hands: hands.clone(), post: post.clone(), issuer: None, actions: Vec::new() }
+    fn running<M: Machine>(name: ActorName, machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
+        Running { name, machine, hands: hands.clone(), post: post.clone(), issuer: None, actions: Vec::new() }
     }
     fn shell<M: Machine>() -> Shell<M> {
         Shell(std::marker::PhantomData)
     }
     let text = |e: ractor::SpawnErr| format!("cannot start an actor: {e}");
     let watch = WatchState {
-        running: running(machines.supervisor, hands, &post),
+        running: running(ActorName::Supervisor, machines.supervisor, hands, &post),
         deadlines,
         progress: vec![(0, clock::now_ns()); hands.control.ranks()],
     };
     let (supervisor, joined) = Actor::spawn(None, Watching, watch).await.map_err(text)?;
     let parent = || supervisor.get_cell();
     let mut buckets = Vec::with_capacity(machines.buckets.len());
-    for bucket in machines.buckets {
-        let (address, _) = Actor::spawn_linked(None, shell::<Bucket>(), running(bucket, hands, &post), parent())
-            .await
-            .map_err(text)?;
+    for (index, bucket) in machines.buckets.into_iter().enumerate() {
+        let running = running(ActorName::Bucket(BucketId::from_index(index)), bucket, hands, &post);
+        let (address, _) = Actor::spawn_linked(None, shell::<Bucket>(), running, parent()).await.map_err(text)?;
         buckets.push(address);
     }
-    let (prehook, _) =
-        Actor::spawn_linked(None, shell(), running(machines.prehook, hands, &post), parent()).await.map_err(text)?;
-    let (optimizer, _) =
-        Actor::spawn_linked(None, shell(), running(machines.optimizer, hands, &post), parent()).await.map_err(text)?;
-    let mut communicator = running(machines.communicator, hands, &post);
+    let prehook = running(ActorName::PreHook, machines.prehook, hands, &post);
+    let (prehook, _) = Actor::spawn_linked(None, shell(), prehook, parent()).await.map_err(text)?;
+    let optimizer = running(ActorName::Optimizer, machines.optimizer, hands, &post);
+    let (optimizer, _) = Actor::spawn_linked(None, shell(), optimizer, parent()).await.map_err(text)?;
+    let mut communicator = running(ActorName::Communicator, machines.communicator, hands, &post);
     communicator.issuer = Some(issuer);
     let (communicator, _) = Actor::spawn_linked(None, shell(), communicator, parent()).await.map_err(text)?;
     let addresses = Addresses { buckets, prehook, optimizer, communicator, supervisor: supervisor.clone() };

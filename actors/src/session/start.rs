@@ -145,6 +145,7 @@ fn start(
         issued: Issued::default(),
         outstanding: Mutex::default(),
         dropped_edge: config.dropped_edge,
+        drill: config.drill.clone(),
     });
     let (post, actors): (Arc<dyn Post>, _) = match config.driver {
         Driver::Inline => {

@@ -228,6 +228,7 @@ impl Scenario {
             start_params: StartParams::Broadcast,
             driver,
             dropped_edge: self.dropped_edge,
+            drill: None,
         }
     }
 
