@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gatherflow_kernels::{
     Cause, CollectiveKey, CollectiveKind, Comm, Device, DeviceError, Event, Failure, FailureKind, StreamId, Work, clock,
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 
 use crate::action::{Action, ActorName, After, Edge, Letter, Machine, WrongTransition};
 use crate::bucket::BucketMsg;
-use crate::control::Control;
+use crate::control::{Control, ControlMsg};
 use crate::drill::{Drill, Fault};
 use crate::face::Face;
 use crate::issuer::Issuer;
@@ -65,6 +65,8 @@ pub(crate) struct Hands {
     pub(crate) control: Control,
     pub(crate) issued: Issued,
     pub(crate) outstanding: Mutex<VecDeque<Outstanding>>,
+    /// The session ends its actors: from now on their end is no failure.
+    pub(crate) stopping: AtomicBool,
     /// Tests leave out the waits of one edge, to see the checker find it.
     pub(crate) dropped_edge: Option<Edge>,
     pub(crate) drill: Option<Drill>,
@@ -141,11 +143,20 @@ impl Hands {
         })
     }
 
-    /// Ends everything on this rank with this cause.
-    pub(crate) fn poison(&self, cause: &Cause) {
-        tracing::error!(target: "gatherflow::supervisor", rank = self.control.rank(), %cause, "poisoned");
-        self.device.poison(cause.clone());
-        self.face.fail(cause);
+    /// Ends everything on this rank with the job's first cause, which this one is unless another came before it.
+    pub(crate) fn poison(&self, cause: &Cause) -> Cause {
+        let first = self.control.first_cause(cause);
+        tracing::error!(target: "gatherflow::supervisor", rank = self.control.rank(), %cause, %first, "poisoned");
+        self.device.poison(first.clone());
+        self.face.fail(&first);
+        first
+    }
+
+    /// Ends everything on every rank, and returns the job's first cause. For whoever cannot rely on the supervisor.
+    pub(crate) fn fail(&self, cause: &Cause) -> Cause {
+        let first = self.poison(cause);
+        self.control.tell_others(&ControlMsg::Failed(first.clone()));
+        first
     }
 
     /// Gives a machine one message and carries out what it asks for. A panic is caught: it fails the turn.
@@ -280,7 +291,7 @@ impl Hands {
             }
             Action::Publish(publication) => self.face.publish(publication),
             Action::Announce(message) => self.control.tell_others(&message),
-            Action::Poison(cause) => self.poison(&cause),
+            Action::Poison(cause) => drop(self.poison(&cause)),
         }
         Ok(None)
     }

@@ -131,6 +131,10 @@ impl WatchState {
                 alive_ns: board.alive_ns.load(Ordering::Relaxed),
             });
         }
+        // Another rank failed, and its word may still be on its way, or lost.
+        if let Some(first) = hands.control.failed() {
+            return Some(first);
+        }
         let (key, since) = hands.oldest_outstanding()?;
         overdue(&self.deadlines, now, &key, since, hands.control.rank(), &views).map(Arc::new)
     }
@@ -163,7 +167,8 @@ impl Actor for Watching {
         if let Some(said) = said
             && let Err(cause) = state.running.turn(said)
         {
-            state.running.hands.poison(&cause);
+            // The supervisor itself failed: nobody is left who would tell the others.
+            state.running.hands.fail(&cause);
         }
         Ok(())
     }
@@ -184,7 +189,7 @@ impl Actor for Watching {
             };
             let said = SupervisorMsg::Failed(Arc::new(failure));
             if let Err(cause) = state.running.turn(said) {
-                state.running.hands.poison(&cause);
+                state.running.hands.fail(&cause);
             }
         }
         Ok(())
@@ -195,22 +200,24 @@ impl Actor for Watching {
 #[derive(Debug)]
 pub(crate) struct ActorThread {
     directory: Arc<Directory>,
+    hands: Arc<Hands>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Poisons when the actor thread ends for whatever reason before it was told to.
+/// Fails all ranks when the actor thread ends for whatever reason before it was told to.
 struct Guard(Arc<Hands>);
 
 impl Drop for Guard {
     fn drop(&mut self) {
         let rank = self.0.control.rank();
-        let cause = Arc::new(Failure::new(FailureKind::Closed, rank, "the engine was closed"));
-        let cause = if std::thread::panicking() {
-            Arc::new(Failure::new(FailureKind::Actor, rank, "the actor thread panicked"))
+        let failure = |kind, message| Arc::new(Failure::new(kind, rank, message));
+        if std::thread::panicking() {
+            self.0.fail(&failure(FailureKind::Actor, "the actor thread panicked"));
+        } else if self.0.stopping.load(Ordering::SeqCst) {
+            self.0.face.fail(&failure(FailureKind::Closed, "the engine was closed"));
         } else {
-            cause
-        };
-        self.0.face.fail(&cause);
+            self.0.fail(&failure(FailureKind::Actor, "the actor thread ended"));
+        }
     }
 }
 
@@ -257,14 +264,17 @@ impl ActorThread {
                                 }
                             }
                         }
-                        Err(error) => drop(started.send(Err(error))),
+                        Err(error) => {
+                            thread_hands.stopping.store(true, Ordering::SeqCst);
+                            drop(started.send(Err(error)));
+                        }
                     }
                 });
                 drop(guard);
             })
             .map_err(|e| failed(format!("cannot start the actor thread: {e}")))?;
         match start.recv() {
-            Ok(Ok(())) => Ok(Self { directory: directory.clone(), thread: Some(thread) }),
+            Ok(Ok(())) => Ok(Self { directory: directory.clone(), hands: hands.clone(), thread: Some(thread) }),
             Ok(Err(reason)) => Err(failed(reason)),
             Err(_) => Err(failed("the actor thread ended before it started".into())),
         }
@@ -273,6 +283,7 @@ impl ActorThread {
     /// Stops the actors and joins the thread.
     pub(crate) fn stop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
+        self.hands.stopping.store(true, Ordering::SeqCst);
         if let Some(to) = self.directory.addresses.get() {
             drop(to.supervisor.send_message(Watch::Stop));
         }

@@ -42,7 +42,9 @@ impl Session {
         options: OpenOptions,
         init: Init<'_>,
     ) -> Result<Arc<Self>, Cause> {
-        let session = start(&seat, plan, config, options, init)?;
+        // A rank that cannot start tells why, before it leaves its seat and is only missed.
+        let session =
+            start(&seat, plan, config, options, init).map_err(|cause| seat.control().first_cause(&cause))?;
         seat.taken();
         Ok(session)
     }
@@ -144,6 +146,7 @@ fn start(
         control: control.clone(),
         issued: Issued::default(),
         outstanding: Mutex::default(),
+        stopping: AtomicBool::new(false),
         dropped_edge: config.dropped_edge,
         drill: config.drill.clone(),
     });
