@@ -7,8 +7,8 @@
 mod executor;
 mod start;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gatherflow_kernels::verdict::{HostVerdict, ScalerRule, VerdictRule};
@@ -146,7 +146,8 @@ pub struct Session {
     /// Chain mode: `(version, gathers waited for)`.
     chain: Mutex<(u64, u32)>,
     recorder: Recorder,
-    closed: std::sync::atomic::AtomicBool,
+    /// How it was closed.
+    closed: OnceLock<Result<(), Cause>>,
 }
 
 impl Session {
@@ -214,7 +215,7 @@ impl Session {
 
     /// Times of the steps that are over, each once. After [`Session::close`] the last one too.
     pub fn take_times(&self) -> Vec<StepTimes> {
-        let all = self.closed.load(Ordering::SeqCst);
+        let all = self.closed.get().is_some();
         self.recorder.take(self.hands.device.as_ref(), all)
     }
 
@@ -233,13 +234,13 @@ impl Session {
     }
 
     /// Flushes: demands all gathers, waits for them and for all outcomes, and ends the actors. Peers wait in it for each
-    /// other, so call it on every rank. Repeatable.
+    /// other, so call it on every rank. Repeatable: it then says the same again.
     ///
     /// # Errors
     /// The first cause if something failed; the threads are ended all the same.
     pub fn close(&self) -> Result<(), Cause> {
-        if self.closed.load(Ordering::SeqCst) {
-            return Ok(());
+        if let Some(result) = self.closed.get() {
+            return result.clone();
         }
         let result = self.check().and_then(|()| {
             let steps = self.steps();
@@ -248,7 +249,8 @@ impl Session {
             }
             self.all_ready()
         });
-        self.closed.store(true, Ordering::SeqCst);
+        // Of two threads that close, the first to be done decides.
+        let _ = self.closed.set(result.clone());
         self.stop();
         result
     }
@@ -264,7 +266,7 @@ impl Session {
 impl Drop for Session {
     /// Issues nothing and never panics. Without a close before it, peers learn that this rank left.
     fn drop(&mut self) {
-        if self.closed.load(Ordering::SeqCst) {
+        if self.closed.get().is_some() {
             return;
         }
         let rank = self.rank();

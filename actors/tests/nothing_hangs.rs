@@ -7,7 +7,7 @@ mod drills;
 mod scenario;
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use drills::{End, Part, a_new_session_works, nothing_is_left, one_cause, run, scenario};

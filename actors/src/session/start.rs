@@ -1,7 +1,7 @@
 //! How a session starts: memory, initial parameters, agreement with the other ranks, masters, actors.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gatherflow_kernels::verdict::Scalars;
@@ -193,7 +193,7 @@ fn start(
         steps: AtomicU64::new(0),
         chain: Mutex::new((0, 0)),
         recorder: Recorder::new(),
-        closed: AtomicBool::new(false),
+        closed: OnceLock::new(),
     }))
 }
 

@@ -287,7 +287,7 @@ impl Scenario {
         if let Some(seed) = self.forward_seed {
             Draw::new(seed ^ (step << 8) ^ rank).shuffle(&mut order);
         }
-        let mut read = |unit: u32, call: &mut dyn FnMut()| {
+        let read = |unit: u32, call: &mut dyn FnMut()| {
             call();
             session.enter(UnitId(unit))?;
             for param in &plan.unit(UnitId(unit)).params {
