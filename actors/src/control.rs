@@ -60,6 +60,8 @@ pub struct Board {
     pub alive_ns: AtomicU64,
     /// It closed or dropped its engine.
     pub left: AtomicBool,
+    /// 1 + the first collective that it issued and, having left, will never finish; 0 while there is none.
+    pub abandoned: AtomicU64,
     /// A drill: it is dead, and says nothing more.
     vanished: AtomicBool,
 }

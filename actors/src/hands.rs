@@ -120,6 +120,15 @@ impl Hands {
         trim(&mut outstanding);
     }
 
+    /// The device has been poisoned because this rank leaves: peers learn what it issued and will never finish.
+    pub(crate) fn abandon(&self) {
+        let mut outstanding = self.outstanding.lock();
+        trim(&mut outstanding);
+        if let Some(first) = outstanding.front() {
+            self.control.board().abandoned.store(first.key.seq + 1, Ordering::SeqCst);
+        }
+    }
+
     /// The oldest collective that is not over, and since when it is outstanding.
     pub(crate) fn oldest_outstanding(&self) -> Option<(CollectiveKey, u64)> {
         let mut outstanding = self.outstanding.lock();

@@ -256,15 +256,18 @@ impl Session {
     }
 
     fn stop(&self) {
-        self.hands.control.leave();
-        if let Some(mut actors) = self.actors.lock().take() {
+        self.hands.stopping.store(true, Ordering::SeqCst);
+        let actors = self.actors.lock().take();
+        if let Some(mut actors) = actors {
             actors.stop();
         }
+        self.hands.control.leave();
     }
 }
 
 impl Drop for Session {
-    /// Issues nothing and never panics. Without a close before it, peers learn that this rank left.
+    /// Issues nothing and never panics. Without a close before it, peers that wait for this rank learn that it left, and
+    /// what it will never finish. The actors end first: what the poison does to open events is then nobody's failure.
     fn drop(&mut self) {
         if self.closed.get().is_some() {
             return;
@@ -275,7 +278,13 @@ impl Drop for Session {
             rank,
             format!("the engine of rank {rank} was dropped without `close`"),
         );
+        self.hands.stopping.store(true, Ordering::SeqCst);
+        let actors = self.actors.lock().take();
+        if let Some(mut actors) = actors {
+            actors.stop();
+        }
         self.hands.device.poison(Arc::new(failure));
-        self.stop();
+        self.hands.abandon();
+        self.hands.control.leave();
     }
 }

@@ -127,6 +127,7 @@ impl WatchState {
             views.push(PeerView {
                 issued: board.issued.load(Ordering::SeqCst),
                 left: board.left.load(Ordering::SeqCst),
+                abandoned: board.abandoned.load(Ordering::SeqCst).checked_sub(1),
                 progress_ns: seen.1,
                 alive_ns: board.alive_ns.load(Ordering::Relaxed),
             });
@@ -156,6 +157,7 @@ impl Actor for Watching {
         state: &mut WatchState,
     ) -> Result<(), ActorProcessingErr> {
         let said = match message {
+            Watch::Said(_) | Watch::Tick if state.running.hands.stopping.load(Ordering::SeqCst) => None,
             Watch::Said(said) => Some(said),
             Watch::Tick => state.look().map(SupervisorMsg::Failed),
             Watch::Stop => {
@@ -200,7 +202,6 @@ impl Actor for Watching {
 #[derive(Debug)]
 pub(crate) struct ActorThread {
     directory: Arc<Directory>,
-    hands: Arc<Hands>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -274,16 +275,15 @@ impl ActorThread {
             })
             .map_err(|e| failed(format!("cannot start the actor thread: {e}")))?;
         match start.recv() {
-            Ok(Ok(())) => Ok(Self { directory: directory.clone(), hands: hands.clone(), thread: Some(thread) }),
+            Ok(Ok(())) => Ok(Self { directory: directory.clone(), thread: Some(thread) }),
             Ok(Err(reason)) => Err(failed(reason)),
             Err(_) => Err(failed("the actor thread ended before it started".into())),
         }
     }
 
-    /// Stops the actors and joins the thread.
+    /// Stops the actors and joins the thread. The hands know that they are stopping.
     pub(crate) fn stop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        self.hands.stopping.store(true, Ordering::SeqCst);
         if let Some(to) = self.directory.addresses.get() {
             drop(to.supervisor.send_message(Watch::Stop));
         }

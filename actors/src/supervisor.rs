@@ -216,6 +216,8 @@ pub struct PeerView {
     pub issued: u64,
     /// It closed or dropped its engine.
     pub left: bool,
+    /// The first collective that it issued and, having left, will never finish.
+    pub abandoned: Option<u64>,
     /// When it last made progress, on this rank's clock.
     pub progress_ns: u64,
     /// Its last heartbeat.
@@ -246,12 +248,14 @@ pub fn overdue(
     let past = |since: u64, limit: Duration| u128::from(now_ns.saturating_sub(since)) > limit.as_nanos();
     let mut all_issued = true;
     for (peer, view) in peers.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-        if view.issued > key.seq {
+        let issued = view.issued > key.seq;
+        if issued && !view.abandoned.is_some_and(|first| view.left && first <= key.seq) {
             continue;
         }
         all_issued = false;
         if view.left {
-            let message = format!("rank {peer} left; rank {rank} waits for it in the {key}, which it never issued");
+            let what = if issued { "issued but did not finish" } else { "never issued" };
+            let message = format!("rank {peer} left; rank {rank} waits for it in the {key}, which it {what}");
             return failure(FailureKind::RankLost, peer, message);
         }
         if past(view.alive_ns.max(issued_ns), deadlines.silence) {
