@@ -56,6 +56,10 @@ pub struct Board {
     pub progress: AtomicU64,
     /// How many collectives it has issued.
     pub issued: AtomicU64,
+    /// 1 + the newest collective that its reduce stream has begun, as [`gatherflow_kernels::Device::begun`] says it.
+    pub begun_reduce: AtomicU64,
+    /// The same of its gather stream.
+    pub begun_gather: AtomicU64,
     /// Its supervisor's last heartbeat, on the clock of [`gatherflow_kernels::clock`].
     pub alive_ns: AtomicU64,
     /// It closed or dropped its engine.

@@ -129,7 +129,8 @@ impl Hands {
         }
     }
 
-    /// The oldest collective that is not over, and since when it is outstanding.
+    /// The oldest collective that is not over, and since when it is waited for: since it was issued, or since the one before
+    /// it was over, whichever is later.
     pub(crate) fn oldest_outstanding(&self) -> Option<(CollectiveKey, u64)> {
         let mut outstanding = self.outstanding.lock();
         trim(&mut outstanding);
@@ -281,13 +282,14 @@ impl Hands {
                 }
             }
             Action::WhenVerdict { event, step } => {
-                let (report, post) = (self.lowering.report().clone(), post.clone());
+                let (report, post, rank) = (self.lowering.report().clone(), post.clone(), self.control.rank());
                 let notify = move |ended: Result<(), Cause>| match (ended, report.get()) {
                     (Ok(()), Some(report)) => {
                         post.post(Letter::Optimizer(OptimizerMsg::Verdict { step, report: Box::new(report) }));
                     }
                     (Ok(()), None) => {
-                        let failure = Failure::new(FailureKind::Device, 0, "the verdict left no report").at_step(step);
+                        let failure =
+                            Failure::new(FailureKind::Device, rank, "the verdict left no report").at_step(step);
                         post.post(Letter::Supervisor(SupervisorMsg::Failed(Arc::new(failure))));
                     }
                     (Err(cause), _) => post.post(Letter::Supervisor(SupervisorMsg::Failed(cause))),
@@ -306,8 +308,15 @@ impl Hands {
     }
 }
 
+/// Forgets what is over. That is progress: the next one is waited for from now on.
 fn trim(outstanding: &mut VecDeque<Outstanding>) {
+    let before = outstanding.len();
     while outstanding.front().is_some_and(|o| o.event.as_ref().is_some_and(Event::is_done)) {
         outstanding.pop_front();
+    }
+    if outstanding.len() < before
+        && let Some(next) = outstanding.front_mut()
+    {
+        next.since_ns = clock::now_ns();
     }
 }

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
-use gatherflow_kernels::{Cause, Failure, FailureKind, clock};
+use gatherflow_kernels::{Cause, CollectiveKind, Failure, FailureKind, clock};
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
 
 use crate::action::{Action, ActorName, Letter, Machine};
@@ -117,6 +117,15 @@ impl WatchState {
         let hands = &self.running.hands;
         let now = clock::now_ns();
         hands.control.board().alive_ns.store(now, Ordering::Relaxed);
+        // The newest collective that each of the two streams has begun, for whoever has to say who is late.
+        let (streams, own) = (hands.streams, hands.control.board());
+        own.begun_reduce.store(hands.device.begun(streams.reduce), Ordering::Relaxed);
+        own.begun_gather.store(hands.device.begun(streams.gather), Ordering::Relaxed);
+        // Another rank failed, and its word may still be on its way, or lost. Or the device did, and nobody waits for it.
+        if let Some(first) = hands.control.failed().or_else(|| hands.device.failed()) {
+            return Some(first);
+        }
+        let (key, since) = hands.oldest_outstanding()?;
         let boards = hands.control.boards();
         let mut views = Vec::with_capacity(boards.len());
         for (board, seen) in boards.iter().zip(&mut self.progress) {
@@ -126,17 +135,16 @@ impl WatchState {
             }
             views.push(PeerView {
                 issued: board.issued.load(Ordering::SeqCst),
+                begun: match key.kind {
+                    CollectiveKind::Gather => board.begun_gather.load(Ordering::Relaxed),
+                    _ => board.begun_reduce.load(Ordering::Relaxed),
+                },
                 left: board.left.load(Ordering::SeqCst),
                 abandoned: board.abandoned.load(Ordering::SeqCst).checked_sub(1),
                 progress_ns: seen.1,
                 alive_ns: board.alive_ns.load(Ordering::Relaxed),
             });
         }
-        // Another rank failed, and its word may still be on its way, or lost.
-        if let Some(first) = hands.control.failed() {
-            return Some(first);
-        }
-        let (key, since) = hands.oldest_outstanding()?;
         overdue(&self.deadlines, now, &key, since, hands.control.rank(), &views).map(Arc::new)
     }
 }
@@ -181,18 +189,20 @@ impl Actor for Watching {
         event: SupervisionEvent,
         state: &mut WatchState,
     ) -> Result<(), ActorProcessingErr> {
-        if let SupervisionEvent::ActorFailed(_, error) = event {
-            let failure = match error.downcast::<Failure>() {
+        let hands = state.running.hands.clone();
+        let failure = |what: String| Failure::new(FailureKind::Actor, hands.control.rank(), what);
+        let failure = match event {
+            SupervisionEvent::ActorFailed(_, error) => match error.downcast::<Failure>() {
                 Ok(failure) => *failure,
-                Err(other) => {
-                    let rank = state.running.hands.control.rank();
-                    Failure::new(FailureKind::Actor, rank, format!("an actor panicked: {other}"))
-                }
-            };
-            let said = SupervisorMsg::Failed(Arc::new(failure));
-            if let Err(cause) = state.running.turn(said) {
-                state.running.hands.fail(&cause);
+                Err(other) => failure(format!("an actor panicked: {other}")),
+            },
+            SupervisionEvent::ActorTerminated(..) if !hands.stopping.load(Ordering::SeqCst) => {
+                failure("an actor ended without being told to".into())
             }
+            _ => return Ok(()),
+        };
+        if let Err(cause) = state.running.turn(SupervisorMsg::Failed(Arc::new(failure))) {
+            hands.fail(&cause);
         }
         Ok(())
     }

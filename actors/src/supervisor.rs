@@ -214,6 +214,8 @@ impl Deadlines {
 pub struct PeerView {
     /// Collectives it has issued.
     pub issued: u64,
+    /// 1 + the newest collective that its stream for this kind has begun; `u64::MAX` where nobody can tell.
+    pub begun: u64,
     /// It closed or dropped its engine.
     pub left: bool,
     /// The first collective that it issued and, having left, will never finish.
@@ -226,8 +228,10 @@ pub struct PeerView {
 
 /// Judges the oldest collective of this rank that is not over: `None` while everything is within its deadline.
 ///
-/// Tells apart (CASES row 24): a peer that has not issued it, a peer that fell silent or left, and a collective that
-/// everybody issued and that does not finish.
+/// `issued_ns` is when it was issued here, or later, when the one before it was over. `peers` has this rank too.
+///
+/// Tells apart (CASES row 24): a rank that has not issued it, a peer that fell silent or left, a rank whose stream has not
+/// started it, and a collective that everybody started and that does not finish.
 pub fn overdue(
     deadlines: &Deadlines,
     now_ns: u64,
@@ -274,13 +278,28 @@ pub fn overdue(
             return failure(FailureKind::Deadline, peer, message);
         }
     }
-    let last_progress = peers.iter().map(|view| view.progress_ns).max().unwrap_or(0);
-    if all_issued && past(last_progress.max(issued_ns), deadlines.collective) {
+    if !past(issued_ns, deadlines.collective) {
+        return None;
+    }
+    let seconds = deadlines.collective.as_secs_f64();
+    if peers.get(rank).is_some_and(|own| own.issued <= key.seq) {
         let message = format!(
-            "every rank issued the {key} but it did not finish within {:.1} s (deadline `collective`)",
-            deadlines.collective.as_secs_f64()
+            "rank {rank} has not issued the {key}: its issuing thread is stuck for {seconds:.1} s (deadline `collective`)"
         );
         return failure(FailureKind::Deadline, rank, message);
     }
-    None
+    let last_progress = peers.iter().map(|view| view.progress_ns).max().unwrap_or(0);
+    if !all_issued || !past(last_progress, deadlines.collective) {
+        return None;
+    }
+    if let Some(late) = peers.iter().position(|view| view.begun <= key.seq) {
+        let message = format!(
+            "every rank issued the {key} but rank {late} has not started it within {seconds:.1} s (deadline \
+             `collective`): the work before it is stuck"
+        );
+        return failure(FailureKind::Deadline, late, message);
+    }
+    let message =
+        format!("every rank started the {key} but it did not finish within {seconds:.1} s (deadline `collective`)");
+    failure(FailureKind::Deadline, rank, message)
 }

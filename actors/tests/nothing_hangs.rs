@@ -24,9 +24,7 @@ fn alone() -> MutexGuard<'static, ()> {
 
 fn actors() -> Vec<ActorName> {
     let buckets = (0..3).map(|i| ActorName::Bucket(BucketId(i)));
-    buckets
-        .chain([ActorName::PreHook, ActorName::Optimizer, ActorName::Communicator, ActorName::Supervisor])
-        .collect()
+    buckets.chain([ActorName::PreHook, ActorName::Optimizer, ActorName::Communicator, ActorName::Supervisor]).collect()
 }
 
 /// How many messages each actor of one rank takes in a healthy run.

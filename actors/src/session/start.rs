@@ -43,8 +43,7 @@ impl Session {
         init: Init<'_>,
     ) -> Result<Arc<Self>, Cause> {
         // A rank that cannot start tells why, before it leaves its seat and is only missed.
-        let session =
-            start(&seat, plan, config, options, init).map_err(|cause| seat.control().first_cause(&cause))?;
+        let session = start(&seat, plan, config, options, init).map_err(|cause| seat.control().first_cause(&cause))?;
         seat.taken();
         Ok(session)
     }

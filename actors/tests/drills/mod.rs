@@ -109,14 +109,7 @@ pub fn run_over(
     all.into_iter().flatten().collect()
 }
 
-fn one_rank(
-    scenario: &Scenario,
-    seat: Seat,
-    plan: &Arc<Plan>,
-    device: &str,
-    part: &Part,
-    deadlines: Deadlines,
-) -> End {
+fn one_rank(scenario: &Scenario, seat: Seat, plan: &Arc<Plan>, device: &str, part: &Part, deadlines: Deadlines) -> End {
     if let Some(time) = part.never_starts {
         std::thread::sleep(time);
         return End::Left;
