@@ -11,6 +11,7 @@ use gatherflow_actors::drill::Drill;
 use gatherflow_actors::plan::{ParamId, Plan, UnitId};
 use gatherflow_actors::{Deadlines, Driver, Ranks, Seat, Session, SessionConfig, StepRequest};
 use gatherflow_kernels::cpu::BeforeWork;
+use gatherflow_kernels::null::{Script, updated_report};
 use gatherflow_kernels::{Cause, Link, OpenOptions};
 
 use crate::scenario::{Scenario, Shape};
@@ -118,7 +119,14 @@ fn one_rank(scenario: &Scenario, seat: Seat, plan: &Arc<Plan>, device: &str, par
     if let Some(change) = part.change {
         change(&mut config);
     }
+    let skipped = scenario.skipped.clone();
+    let script = Script(Arc::new(move |step| {
+        let mut report = updated_report();
+        report.updated = !skipped.contains(&step);
+        report
+    }));
     let options = OpenOptions {
+        script: Some(script),
         device: device.into(),
         before_work: part.before_work.clone(),
         issue_on_thread: scenario.issue_on_thread,
