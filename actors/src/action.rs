@@ -169,6 +169,13 @@ pub enum Action {
     Publish(Publication),
     /// Tell the other ranks. Supervisor only.
     Announce(crate::control::ControlMsg),
+    /// Tell one other rank. Supervisor only.
+    Tell {
+        /// Whom.
+        to: usize,
+        /// What.
+        message: crate::control::ControlMsg,
+    },
     /// End everything with this cause. Supervisor only.
     Poison(gatherflow_kernels::Cause),
 }

@@ -239,8 +239,10 @@ impl Control {
         }
     }
 
-    fn tell(&self, peer: usize, message: ControlMsg) {
-        let deliver = match &mut *self.hub.inboxes[peer].lock() {
+    /// Tells one rank. One that has gone, or that never was, hears nothing.
+    pub fn tell(&self, peer: usize, message: ControlMsg) {
+        let Some(inbox) = self.hub.inboxes.get(peer).filter(|_| !self.vanished()) else { return };
+        let deliver = match &mut *inbox.lock() {
             Inbox::Gone => return,
             Inbox::Waiting(messages) => return messages.push(message),
             Inbox::Open(deliver) => deliver.clone(),

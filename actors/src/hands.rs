@@ -302,6 +302,7 @@ impl Hands {
             }
             Action::Publish(publication) => self.face.publish(publication),
             Action::Announce(message) => self.control.tell_others(&message),
+            Action::Tell { to, message } => self.control.tell(to, message),
             Action::Poison(cause) => drop(self.poison(&cause)),
         }
         Ok(None)

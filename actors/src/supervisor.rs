@@ -56,6 +56,8 @@ pub struct Supervisor {
     ranks: usize,
     poisoned: Option<Cause>,
     own: VecDeque<Shown>,
+    /// 1 + the step of the newest own digest.
+    shown: u64,
     /// Peers' digests of steps that this rank has not reached.
     early: Vec<(usize, u64, u64)>,
     /// Peers' histories, until this rank has its own.
@@ -65,7 +67,7 @@ pub struct Supervisor {
 impl Supervisor {
     /// The supervisor of one rank.
     pub fn new(rank: usize, ranks: usize) -> Self {
-        Self { rank, ranks, poisoned: None, own: VecDeque::new(), early: Vec::new(), histories: Vec::new() }
+        Self { rank, ranks, poisoned: None, own: VecDeque::new(), shown: 0, early: Vec::new(), histories: Vec::new() }
     }
 
     /// The first cause, once there is one.
@@ -85,13 +87,14 @@ impl Supervisor {
     }
 
     fn compare(&mut self, peer: usize, step: u64, digest: u64, actions: &mut Vec<Action>) {
-        let Some(index) = self.own.iter().position(|shown| shown.step == step) else {
-            self.early.push((peer, step, digest));
-            return;
-        };
-        let own = &mut self.own[index];
+        if step >= self.shown {
+            return self.early.push((peer, step, digest));
+        }
+        // A digest that is no longer kept was agreed on, or a later one will tell: it covers the steps before it.
+        let Some(own) = self.own.iter_mut().find(|shown| shown.step == step) else { return };
         if own.digest != digest {
-            actions.push(Action::Announce(ControlMsg::History { from: self.rank, step, entries: own.history.clone() }));
+            let entries = own.history.clone();
+            actions.push(Action::Tell { to: peer, message: ControlMsg::History { from: self.rank, step, entries } });
             return;
         }
         own.agreed += 1;
@@ -101,25 +104,40 @@ impl Supervisor {
     }
 
     fn compare_history(&mut self, peer: usize, step: u64, theirs: &Arc<[CollectiveKey]>, actions: &mut Vec<Action>) {
-        let Some(own) = self.own.iter().find(|shown| shown.step == step) else {
-            self.histories.push((peer, step, theirs.clone()));
-            return;
+        if step >= self.shown {
+            return self.histories.push((peer, step, theirs.clone()));
+        }
+        let own = self.own.iter().find(|shown| shown.step == step);
+        let mine: &[CollectiveKey] = own.map_or(&[], |shown| &shown.history);
+        // The lower rank first: both sides then say the same.
+        let failure = if self.rank < peer {
+            first_mismatch(self.rank, mine, peer, theirs, step)
+        } else {
+            first_mismatch(peer, theirs, self.rank, mine, step)
         };
-        let failure = first_mismatch(self.rank, &own.history, peer, theirs, step);
         self.poison(Arc::new(failure), true, actions);
     }
 }
 
+/// Own digests kept for peers that have not shown theirs. Peers are never so far behind, since every step has collectives
+/// of all ranks; where they have none (the null device), the next digest covers what was dropped.
+const KEPT: usize = 16;
+
 /// Names the first entry in which two histories differ.
 fn first_mismatch(rank: usize, mine: &[CollectiveKey], peer: usize, theirs: &[CollectiveKey], step: u64) -> Failure {
-    // Histories may be cut at the front; line them up by sequence number.
-    let from = mine.first().map_or(0, |key| key.seq).max(theirs.first().map_or(0, |key| key.seq));
+    // Histories may be cut at the front, or gone on one side; line them up by sequence number.
+    let first = |history: &[CollectiveKey]| history.first().map_or(u64::MAX, |key| key.seq);
+    let from = first(mine).max(first(theirs));
     let (mut a, mut b) = (mine.iter().filter(|k| k.seq >= from), theirs.iter().filter(|k| k.seq >= from));
     loop {
         let (left, right) = (a.next(), b.next());
         if left.is_none() && right.is_none() {
             let message =
-                format!("ranks {rank} and {peer} issued different collectives before the last {} entries", mine.len());
+                format!(
+                    "the digests of ranks {rank} and {peer} differ, but not their last {} collectives: they differ in \
+                     what came before, or a digest was damaged",
+                    mine.len()
+                );
             return Failure::new(FailureKind::OrderMismatch, rank, message).at_step(step);
         }
         if left != right {
@@ -150,6 +168,10 @@ impl Machine for Supervisor {
             SupervisorMsg::Digest { step, digest, history } => {
                 if self.ranks == 1 {
                     return Ok(());
+                }
+                self.shown = step + 1;
+                if self.own.len() == KEPT {
+                    self.own.pop_front();
                 }
                 self.own.push_back(Shown { step, digest, history: history.into(), agreed: 0 });
                 actions.push(Action::Announce(ControlMsg::Digest { from: self.rank, step, digest }));

@@ -428,9 +428,9 @@ fn another_order_is_named_with_its_first_differing_entry_on_all_ranks() {
         let cause = one_cause(&label, &ends);
         assert_eq!(cause.kind, FailureKind::OrderMismatch, "{label}: {cause}");
         assert_eq!(cause.step, Some(0), "{label}: {cause}");
-        for part in ["rank 0 issued", "rank 1 issued", "reduce of bucket"] {
-            assert!(cause.message.contains(part), "{label}: {cause}");
-        }
+        assert!(cause.message.contains("rank 1 issued reduce of bucket"), "{label}: {cause}");
+        let peers = ["rank 0 issued reduce of bucket", "rank 2 issued reduce of bucket"];
+        assert!(peers.iter().any(|peer| cause.message.contains(peer)), "{label}: {cause}");
     }
     nothing_is_left("orders");
 }
