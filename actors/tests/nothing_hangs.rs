@@ -9,17 +9,17 @@ mod scenario;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use drills::{
     DEADLINES, End, LIMIT, Part, a_new_session_works, nothing_is_left, one_cause, run, run_over, scenario,
 };
 use gatherflow_actors::drill::{Drill, Fault};
-use gatherflow_actors::plan::BucketId;
-use gatherflow_actors::{ActorName, Deadlines, Overlap};
+use gatherflow_actors::plan::{BucketId, UnitId};
+use gatherflow_actors::{ActorName, Deadlines, Driver, LrRow, Overlap, Ranks, StepRequest};
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::{Cause, CollectiveKey, CollectiveKind, FailureKind, Link, Work};
-use scenario::Shape;
+use scenario::{Draw, Scenario, Shape};
 
 /// Tests count threads of the process and measure time, so they run one after the other.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
@@ -433,4 +433,135 @@ fn another_order_is_named_with_its_first_differing_entry_on_all_ranks() {
         assert!(peers.iter().any(|peer| cause.message.contains(peer)), "{label}: {cause}");
     }
     nothing_is_left("orders");
+}
+
+#[test]
+fn a_demand_several_steps_ahead_is_met_by_a_peer_whose_executor_sleeps() {
+    let _alone = alone();
+    let mut scenario = scenario(2);
+    scenario.steps_in_flight = 3;
+    let plan = Arc::new(scenario.plan());
+    let ranks: Vec<_> = Ranks::local(2, None)
+        .unwrap()
+        .into_iter()
+        .map(|seat| {
+            let (scenario, plan) = (scenario.clone(), plan.clone());
+            std::thread::spawn(move || {
+                let session = scenario.start(seat, &plan, Driver::Actors, "cpu");
+                for _ in 0..3 {
+                    let unwritten = plan.params().iter().map(|param| param.id).collect();
+                    let request = StepRequest { lrs: vec![LrRow::constant(1e-3)], unwritten, ..StepRequest::default() };
+                    session.step(request).unwrap();
+                }
+                let asked = Instant::now();
+                if session.rank() == 0 {
+                    session.enter(UnitId(2)).unwrap();
+                } else {
+                    std::thread::sleep(Duration::from_secs(2));
+                }
+                let waited = asked.elapsed();
+                session.close().unwrap();
+                waited
+            })
+        })
+        .collect();
+    let waited = ranks.into_iter().map(|rank| rank.join().unwrap()).min().unwrap();
+    assert!(waited < Duration::from_secs(1), "the demand was met after {waited:?}");
+}
+
+#[test]
+fn a_wrong_digest_of_a_peer_ends_the_run_on_all_ranks() {
+    let _alone = alone();
+    for step in [0, 1] {
+        let mut parts = vec![Part::default(); 3];
+        parts[1].forges = Some(step);
+        let ends = run("a forged digest", &scenario(3), "cpu", parts);
+        let cause = one_cause("a forged digest", &ends);
+        assert_eq!((cause.kind, cause.step), (FailureKind::OrderMismatch, Some(step)), "{cause}");
+        assert!(cause.message.contains("ranks 0 and 1") || cause.message.contains("ranks 1 and 2"), "{cause}");
+    }
+    nothing_is_left("forged digests");
+    a_new_session_works(3);
+}
+
+#[test]
+fn a_rank_that_fails_while_it_starts_is_everybodys_first_cause() {
+    let _alone = alone();
+    for ranks in [2, 3] {
+        let mut parts = vec![Part::default(); ranks];
+        parts[1].fails_in_init = true;
+        let ends = run("init", &scenario(ranks), "cpu", parts);
+        let cause = one_cause("init", &ends);
+        assert_eq!((cause.kind, cause.rank), (FailureKind::StartUp, 1), "{cause}");
+        assert!(cause.message.contains("no file"), "{cause}");
+    }
+    nothing_is_left("start-up");
+    a_new_session_works(2);
+}
+
+/// Short runs with random faults at random places, one after the other. `GATHERFLOW_SOAK_SECONDS` (default 15) is for how
+/// long, `GATHERFLOW_SOAK_SEED` repeats a run.
+#[test]
+fn a_soak_of_random_faults_hangs_nowhere() {
+    let _alone = alone();
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let until = Instant::now() + Duration::from_secs(number("GATHERFLOW_SOAK_SECONDS").unwrap_or(15));
+    let (first, mut runs) = (number("GATHERFLOW_SOAK_SEED").unwrap_or(1), 0);
+    while Instant::now() < until {
+        let seed = first + runs;
+        soak(seed);
+        runs += 1;
+    }
+    nothing_is_left("the soak");
+    a_new_session_works(2);
+    eprintln!("{runs} runs");
+}
+
+fn soak(seed: u64) {
+    let mut draw = Draw::new(seed);
+    let ranks = 1 + draw.below(4);
+    let overlap = [Overlap::None, Overlap::Chain, Overlap::Window][draw.below(3)];
+    let mut scenario = Scenario { overlap, ..scenario(ranks) };
+    scenario.credits = [1, 2, u32::MAX][draw.below(3)];
+    scenario.overlap_grad_reduce = draw.chance(50);
+    scenario.issue_on_thread = draw.chance(40);
+    scenario.forward_seed = draw.chance(50).then(|| draw.next());
+    scenario.unused = [0, 0, 30][draw.below(3)];
+    let mut parts = vec![Part::default(); ranks];
+    let mut text = Vec::new();
+    // One fault, or two at once.
+    for _ in 0..1 + draw.below(2) {
+        let rank = draw.below(ranks);
+        let part = &mut parts[rank];
+        let actors = actors();
+        let (actor, nth) = (actors[draw.below(actors.len())], draw.below(12) as u64);
+        let fault = match draw.below(6) {
+            0 => Fault::Fail("drill".into()),
+            1 => Fault::Panic("drill".into()),
+            2 => Fault::EndThread,
+            3 => {
+                let inject = if draw.chance(50) { Inject::Panic } else { Inject::Fail("drill".into()) };
+                let nth = draw.below(100) as u64;
+                text.push(format!("{inject:?} before work {nth} of rank {rank}"));
+                part.before_work = Some(at_work(nth, inject).0);
+                continue;
+            }
+            4 => {
+                part.leave_at = Some((draw.below(3) as u64, draw.below(10) as u64));
+                text.push(format!("rank {rank} leaves at {:?}", part.leave_at));
+                continue;
+            }
+            _ => Fault::Vanish,
+        };
+        text.push(format!("{fault:?} of the {actor} of rank {rank} at its message {nth}"));
+        part.drill = Some(at_message(actor, nth, fault, &part.at_step).0);
+    }
+    let label = format!("seed {seed}: {ranks} ranks, {overlap:?}, {}", text.join(" and "));
+    let vanishing = text.iter().any(|what| what.contains("Vanish"));
+    let ends = run(&label, &scenario, "cpu", parts);
+    // Those that failed say the same; who has vanished has only its own word.
+    let failed: Vec<_> = ends.into_iter().filter(|end| matches!(end, End::Failed(_))).collect();
+    if !failed.is_empty() && !vanishing {
+        one_cause(&label, &failed);
+    }
 }

@@ -7,12 +7,13 @@ use std::sync::mpsc::channel;
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
+use gatherflow_actors::control::ControlMsg;
 use gatherflow_actors::drill::Drill;
 use gatherflow_actors::plan::{ParamId, Plan, UnitId};
 use gatherflow_actors::{Deadlines, Driver, Ranks, Seat, Session, SessionConfig, StepRequest};
 use gatherflow_kernels::cpu::BeforeWork;
 use gatherflow_kernels::null::{Script, updated_report};
-use gatherflow_kernels::{Cause, Link, OpenOptions};
+use gatherflow_kernels::{Cause, Failure, FailureKind, Lease, Link, OpenOptions};
 
 use crate::scenario::{Scenario, Shape};
 
@@ -40,6 +41,9 @@ pub struct Part {
     pub change: Option<fn(&mut SessionConfig)>,
     /// This rank's seat stays where it is for so long, and nobody starts.
     pub never_starts: Option<Duration>,
+    /// Tell the others a wrong digest of this step.
+    pub forges: Option<u64>,
+    pub fails_in_init: bool,
     /// The step whose calls are running.
     pub at_step: Arc<AtomicU64>,
 }
@@ -133,7 +137,14 @@ fn one_rank(scenario: &Scenario, seat: Seat, plan: &Arc<Plan>, device: &str, par
         wait_limit: LIMIT,
         ..OpenOptions::default()
     };
-    let session = match Session::start(seat, plan.clone(), config, options, &mut |_, _| Ok(())) {
+    if let Some(step) = part.forges {
+        seat.control().tell_others(&ControlMsg::Digest { from: seat.rank(), step, digest: 7 });
+    }
+    let mut init = |_, _: &mut Lease| match part.fails_in_init {
+        true => Err(Arc::new(Failure::new(FailureKind::StartUp, 1, "no file"))),
+        false => Ok(()),
+    };
+    let session = match Session::start(seat, plan.clone(), config, options, &mut init) {
         Ok(session) => session,
         Err(cause) => return End::Failed(cause),
     };
