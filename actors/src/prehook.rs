@@ -103,8 +103,9 @@ pub struct PreHook {
     open: bool,
     let_go: u32,
     demand: Demand,
-    /// Demand for the version after this one, heard before its step finished.
-    early: Demand,
+    /// Demand for later versions, heard before their steps finished. An executor, here or on a peer, may be as many versions
+    /// ahead as steps are in flight.
+    early: Vec<(u64, Demand)>,
     waited: u32,
     announced: u32,
     issued: u32,
@@ -135,7 +136,7 @@ impl PreHook {
             open: false,
             let_go: 0,
             demand: Demand::default(),
-            early: Demand::default(),
+            early: Vec::new(),
             waited: 0,
             announced: 0,
             issued: 0,
@@ -169,14 +170,19 @@ impl PreHook {
         }
     }
 
-    /// Remembers a demand; `false` if it is for a version whose gathers are all let go or that is over.
+    /// Remembers a demand; whether it is for the version whose gathers are let go now.
     fn note(&mut self, version: u64, entered: u32, forced: u32) -> bool {
+        if version < self.version {
+            return false;
+        }
         let slot = if version == self.version {
             &mut self.demand
-        } else if version == self.version + 1 {
-            &mut self.early
+        } else if let Some(index) = self.early.iter().position(|(early, _)| *early == version) {
+            &mut self.early[index].1
         } else {
-            return false;
+            let index = self.early.len();
+            self.early.push((version, Demand::default()));
+            &mut self.early[index].1
         };
         slot.entered = slot.entered.max(entered);
         slot.forced = slot.forced.max(forced);
@@ -245,7 +251,8 @@ impl Machine for PreHook {
                 self.issued = 0;
                 self.waited = 0;
                 self.announced = 0;
-                self.demand = std::mem::take(&mut self.early);
+                let early = self.early.iter().position(|(early, _)| *early == version);
+                self.demand = early.map(|index| self.early.swap_remove(index).1).unwrap_or_default();
                 self.let_go(self.demand.entered > 0, actions);
             }
             PreHookMsg::Demand { version, demanded, announce } => {
