@@ -15,12 +15,13 @@
 mod net;
 mod trainer;
 
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use gatherflow::{Config, Credits, Link, Overlap, ScalerKind};
 
 pub use net::Net;
-pub use trainer::{Finished, Trainer};
+pub use trainer::Trainer;
 
 use crate::reference::{Hyper, Scaler, Serial, Verdict, Weight, rounded};
 
@@ -256,4 +257,31 @@ pub fn shuffled(n: usize, words: &[u64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..n).collect();
     order.sort_by_key(|i| random_bits(&[words, &[*i as u64]].concat()));
     order
+}
+
+/// Waits until `condition` holds, at most 20 s.
+pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(20), "waited 20 s for {what}");
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+/// A barrier outside the engine, with a deadline.
+pub struct Meeting {
+    ranks: usize,
+    came: AtomicUsize,
+}
+
+impl Meeting {
+    pub fn of(ranks: usize) -> Self {
+        Self { ranks, came: AtomicUsize::new(0) }
+    }
+
+    /// Returns once every rank has come as often as this one.
+    pub fn meet(&self) {
+        let round = self.came.fetch_add(1, Ordering::SeqCst) / self.ranks + 1;
+        wait_until("the other ranks to meet", || self.came.load(Ordering::SeqCst) >= round * self.ranks);
+    }
 }
