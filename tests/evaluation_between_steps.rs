@@ -9,7 +9,7 @@ use std::future::Future;
 use std::pin::pin;
 use std::task::{Context, Waker};
 
-use gatherflow::{Credits, Overlap};
+use gatherflow::{Credits, Link, Overlap};
 use synthetic::{Expected, Job, Meeting, Net, Setting, Trainer, serial, wait_until};
 
 fn job(net: &Net, ranks: usize) -> Job<'_> {
@@ -112,4 +112,35 @@ fn readiness_awaited_on_one_rank_alone_comes_while_the_others_wait_elsewhere() {
         });
         trainer.outside(last);
     });
+}
+
+/// The executor is several steps ahead of the newest outcome when it asks, so the peers hear of versions they are far from.
+#[test]
+fn what_one_rank_demands_several_steps_ahead_is_not_forgotten() {
+    let net = Net::mixed(false);
+    let only_the_first_has_gradients = |step, _| if step % 4 == 0 { vec![(0..6).collect()] } else { vec![] };
+    let job = Job::new(&net, 2, 12, &only_the_first_has_gradients);
+    let expected = serial(&job);
+    let link = Some(Link::parse("1gbit,300us").unwrap());
+    let last = *net.units[Net::TAIL].params.last().unwrap();
+    let ways: [&(dyn Fn(&Trainer<'_>) + Sync); 3] =
+        [&|trainer| evaluate(trainer), &|trainer| trainer.engine.ensure_params_ready().unwrap(), &|trainer| {
+            drop(trainer.outside(last))
+        }];
+    for alone in ways {
+        for setting in [Setting::of(Overlap::Chain), Setting::window(Credits::Buckets(1))] {
+            let meeting = Meeting::of(job.ranks);
+            let setting = Setting { steps_in_flight: 4, link, ..setting };
+            job.on_ranks_against(&expected, &setting, |mut trainer| {
+                for rank in 0..3 {
+                    trainer.train(4);
+                    if trainer.rank() == rank % 2 {
+                        alone(&trainer);
+                    }
+                    meeting.meet();
+                }
+                trainer.finish()
+            });
+        }
+    }
 }

@@ -8,6 +8,8 @@
 //! Hears from the executor (demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
 //! communicator (drain) and the supervisor (peer demand). Says to the buckets: gather, in gather order, each once a version.
 
+use std::collections::BTreeMap;
+
 use crate::action::{Action, Letter, Machine, Publication, WrongTransition};
 use crate::plan::BucketId;
 use crate::supervisor::SupervisorMsg;
@@ -103,8 +105,8 @@ pub struct PreHook {
     open: bool,
     let_go: u32,
     demand: Demand,
-    /// Demand for the version after this one, heard before its step finished.
-    early: Demand,
+    /// Demand for later versions, heard before their steps finished: executors are ahead by up to the steps in flight.
+    early: BTreeMap<u64, Demand>,
     waited: u32,
     announced: u32,
     issued: u32,
@@ -135,7 +137,7 @@ impl PreHook {
             open: false,
             let_go: 0,
             demand: Demand::default(),
-            early: Demand::default(),
+            early: BTreeMap::new(),
             waited: 0,
             announced: 0,
             issued: 0,
@@ -169,12 +171,12 @@ impl PreHook {
         }
     }
 
-    /// Remembers a demand; `false` if it is for a version whose gathers are all let go or that is over.
+    /// Remembers a demand; `true` if it is for this version.
     fn note(&mut self, version: u64, entered: u32, forced: u32) -> bool {
         let slot = if version == self.version {
             &mut self.demand
-        } else if version == self.version + 1 {
-            &mut self.early
+        } else if version > self.version {
+            self.early.entry(version).or_default()
         } else {
             return false;
         };
@@ -245,7 +247,7 @@ impl Machine for PreHook {
                 self.issued = 0;
                 self.waited = 0;
                 self.announced = 0;
-                self.demand = std::mem::take(&mut self.early);
+                self.demand = self.early.remove(&version).unwrap_or_default();
                 self.let_go(self.demand.entered > 0, actions);
             }
             PreHookMsg::Demand { version, demanded, announce } => {
