@@ -108,7 +108,8 @@ pub struct PreHook {
     /// Demand for later versions, heard before their steps finished: executors are ahead by up to the steps in flight.
     early: BTreeMap<u64, Demand>,
     waited: u32,
-    announced: u32,
+    /// `(version, demanded)` of the newest announcement.
+    announced: (u64, u32),
     issued: u32,
 
     peak_ahead_bytes: u64,
@@ -139,7 +140,7 @@ impl PreHook {
             demand: Demand::default(),
             early: BTreeMap::new(),
             waited: 0,
-            announced: 0,
+            announced: (0, 0),
             issued: 0,
 
             peak_ahead_bytes: 0,
@@ -246,15 +247,13 @@ impl Machine for PreHook {
                 self.let_go = 0;
                 self.issued = 0;
                 self.waited = 0;
-                self.announced = 0;
                 self.demand = self.early.remove(&version).unwrap_or_default();
                 self.let_go(self.demand.entered > 0, actions);
             }
             PreHookMsg::Demand { version, demanded, announce } => {
-                if announce && self.announces && demanded > self.announced && version >= self.version {
-                    if version == self.version {
-                        self.announced = demanded;
-                    }
+                let newest = version >= self.version && (version, demanded) > self.announced;
+                if announce && self.announces && newest {
+                    self.announced = (version, demanded);
                     actions.push(Action::Send(Letter::Supervisor(SupervisorMsg::Demanded { version, demanded })));
                 }
                 if self.note(version, demanded, 0) {
