@@ -59,6 +59,13 @@ pub enum PreHookMsg {
         /// A prefix of the gather order.
         demanded: u32,
     },
+    /// Executor: a future is pending on the first `demanded` gathers of `version`. Nobody waits on the ones before it.
+    Awaited {
+        /// Which version.
+        version: u64,
+        /// A prefix of the gather order.
+        demanded: u32,
+    },
 }
 
 /// How gathers overlap with the forward pass.
@@ -86,7 +93,7 @@ pub struct Credits {
 struct Demand {
     /// By units that the executor has entered.
     entered: u32,
-    /// By peers, flushes and drains.
+    /// By peers, futures, flushes and drains.
     forced: u32,
 }
 
@@ -266,7 +273,7 @@ impl Machine for PreHook {
                     self.let_go(true, actions);
                 }
             }
-            PreHookMsg::PeerDemand { version, demanded } => {
+            PreHookMsg::PeerDemand { version, demanded } | PreHookMsg::Awaited { version, demanded } => {
                 if self.note(version, 0, demanded.min(self.total())) {
                     self.let_go(false, actions);
                 }
