@@ -66,6 +66,7 @@ impl Session {
         }
         let Some(event) = self.face.ready(bucket).at(version) else {
             self.ask(version, demanded);
+            self.post.post(Letter::PreHook(PreHookMsg::Awaited { version, demanded }));
             return Poll::Pending;
         };
         match event.status() {
