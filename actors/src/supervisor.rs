@@ -132,12 +132,11 @@ fn first_mismatch(rank: usize, mine: &[CollectiveKey], peer: usize, theirs: &[Co
     loop {
         let (left, right) = (a.next(), b.next());
         if left.is_none() && right.is_none() {
-            let message =
-                format!(
-                    "the digests of ranks {rank} and {peer} differ, but not their last {} collectives: they differ in \
+            let message = format!(
+                "the digests of ranks {rank} and {peer} differ, but not their last {} collectives: they differ in \
                      what came before, or a digest was damaged",
-                    mine.len()
-                );
+                mine.len()
+            );
             return Failure::new(FailureKind::OrderMismatch, rank, message).at_step(step);
         }
         if left != right {

@@ -11,9 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use drills::{
-    DEADLINES, End, LIMIT, Part, a_new_session_works, nothing_is_left, one_cause, run, run_over, scenario,
-};
+use drills::{DEADLINES, End, LIMIT, Part, a_new_session_works, nothing_is_left, one_cause, run, run_over, scenario};
 use gatherflow_actors::drill::{Drill, Fault};
 use gatherflow_actors::plan::{BucketId, UnitId};
 use gatherflow_actors::{ActorName, Deadlines, Driver, LrRow, Overlap, Ranks, StepRequest};
@@ -128,9 +126,12 @@ fn an_actor_thread_that_ends_at_any_message_ends_every_wait_on_every_rank() {
 fn at_work(nth: u64, inject: Inject) -> (BeforeWork, Arc<AtomicU64>) {
     let count = Arc::new(AtomicU64::new(0));
     let counted = count.clone();
-    let hook = BeforeWork::new(move |_| {
-        if counted.fetch_add(1, Ordering::SeqCst) == nth { inject.clone() } else { Inject::Nothing }
-    });
+    let hook =
+        BeforeWork::new(
+            move |_| {
+                if counted.fetch_add(1, Ordering::SeqCst) == nth { inject.clone() } else { Inject::Nothing }
+            },
+        );
     (hook, count)
 }
 
@@ -267,10 +268,8 @@ fn a_slow_executor_that_goes_on_entering_units_trips_no_deadline() {
     let mut scenario = scenario(2);
     scenario.shape = Shape::regular(2, 8, 1, 100, 100);
     // Every call takes 50 ms, a step 1.2 s: four times the deadline of its peer, which waits for its reduces and gathers.
-    let slow = Part {
-        before_call: Some(Arc::new(|_, _| std::thread::sleep(Duration::from_millis(50)))),
-        ..Part::default()
-    };
+    let slow =
+        Part { before_call: Some(Arc::new(|_, _| std::thread::sleep(Duration::from_millis(50)))), ..Part::default() };
     let ends = run("slow", &scenario, "cpu", vec![Part::default(), slow]);
     assert!(ends.iter().all(|end| matches!(end, End::Closed)), "{ends:?}");
 }
@@ -369,7 +368,11 @@ fn ranks_that_differ_at_the_start_all_hear_the_same_difference() {
     let cases: [(&str, fn(&mut Part), &str); 3] = [
         ("plan", |_| {}, "p0"),
         ("steps", |part| part.change = Some(|config| config.rule.max_norm = 7.0), "averaging, clipping and policies"),
-        ("ranks", |part| part.plan = Some(Arc::new(Shape::regular(2, 3, 1, 100, 100).plan())), "the plan is for 2 ranks"),
+        (
+            "ranks",
+            |part| part.plan = Some(Arc::new(Shape::regular(2, 3, 1, 100, 100).plan())),
+            "the plan is for 2 ranks",
+        ),
     ];
     for (label, differ, says) in cases {
         let mut parts = vec![Part::default(); 3];
