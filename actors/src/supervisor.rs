@@ -324,3 +324,16 @@ pub fn overdue(
         format!("every rank started the {key} but it did not finish within {seconds:.1} s (deadline `collective`)");
     failure(FailureKind::Deadline, rank, message)
 }
+
+/// Judges the verdict that this rank waits for once all collectives before it are over: only its own work is in the way.
+pub fn overdue_verdict(deadlines: &Deadlines, now_ns: u64, step: u64, since_ns: u64, rank: usize) -> Option<Failure> {
+    if u128::from(now_ns.saturating_sub(since_ns)) <= deadlines.collective.as_nanos() {
+        return None;
+    }
+    let message = format!(
+        "the verdict did not come within {:.1} s after the small all-gather (deadline `collective`): the work of the \
+         optimizer's stream is stuck",
+        deadlines.collective.as_secs_f64()
+    );
+    Some(Failure::new(FailureKind::Deadline, rank, message).at_step(step))
+}

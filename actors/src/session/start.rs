@@ -8,7 +8,7 @@ use gatherflow_kernels::verdict::Scalars;
 use gatherflow_kernels::work::Cast;
 use gatherflow_kernels::{
     AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, DType, DeviceError, Event, Failure,
-    FailureKind, Lease, OpenOptions, StreamKind, Work, open,
+    FailureKind, Lease, OpenOptions, Opened, StreamKind, Work, open,
 };
 use parking_lot::Mutex;
 
@@ -43,7 +43,13 @@ impl Session {
         init: Init<'_>,
     ) -> Result<Arc<Self>, Cause> {
         // A rank that cannot start tells why, before it leaves its seat and is only missed.
-        let session = start(&seat, plan, config, options, init).map_err(|cause| seat.control().first_cause(&cause))?;
+        let device_error = |e| start_failure(seat.rank(), e);
+        let started = open(&options, &seat.place()).map_err(device_error).and_then(|opened| {
+            let device = opened.device.clone();
+            // What is enqueued already ends at once, and the threads of the device with it.
+            start(&seat, plan, config, &options, opened, init).inspect_err(|cause| device.poison(cause.clone()))
+        });
+        let session = started.map_err(|cause| seat.control().first_cause(&cause))?;
         seat.taken();
         Ok(session)
     }
@@ -53,23 +59,20 @@ fn start(
     seat: &Seat,
     plan: Arc<Plan>,
     config: SessionConfig,
-    options: OpenOptions,
+    options: &OpenOptions,
+    opened: Opened,
     init: Init<'_>,
 ) -> Result<Arc<Session>, Cause> {
     let control = seat.control();
     let rank = seat.rank();
     let fail = |message: String| Arc::new(Failure::new(FailureKind::StartUp, rank, message));
-    let device_error = |e: DeviceError| match e {
-        DeviceError::Poisoned(cause) => cause,
-        other => fail(other.to_string()),
-    };
+    let device_error = |e| start_failure(rank, e);
     if plan.ranks() != seat.ranks() {
         return Err(fail(format!("the plan is for {} ranks but there are {}", plan.ranks(), seat.ranks())));
     }
     if config.driver == Driver::Inline && options.device != "null" {
         return Err(fail(format!("the inline driver runs on the null device only, not on {:?}", options.device)));
     }
-    let opened = open(&options, &seat.place()).map_err(device_error)?;
     let (device, mut comm) = (opened.device, opened.comm);
     let lowering = Lowering::new(&plan, rank, device.as_ref(), config.rule, config.scaler).map_err(device_error)?;
     let streams = Streams {
@@ -145,6 +148,7 @@ fn start(
         control: control.clone(),
         issued: Issued::default(),
         outstanding: Mutex::default(),
+        judging: Mutex::default(),
         stopping: AtomicBool::new(false),
         dropped_edge: config.dropped_edge,
         drill: config.drill.clone(),
@@ -194,6 +198,13 @@ fn start(
         recorder: Recorder::new(),
         closed: OnceLock::new(),
     }))
+}
+
+fn start_failure(rank: usize, error: DeviceError) -> Cause {
+    match error {
+        DeviceError::Poisoned(cause) => cause,
+        other => Arc::new(Failure::new(FailureKind::StartUp, rank, other.to_string())),
+    }
 }
 
 /// What must be the same on every rank. Overlap modes and credits need not be: they decide when, never which.
