@@ -413,7 +413,9 @@ mod tests {
         let issued = |version| BucketMsg::GatherIssued { version, event: event(9) };
         let at = |messages: Vec<BucketMsg>| {
             let mut b = bucket(1, true);
-            messages.into_iter().for_each(|message| drop(say(&mut b, message)));
+            for message in messages {
+                say(&mut b, message);
+            }
             b
         };
         let cases: Vec<(Vec<BucketMsg>, Vec<BucketMsg>)> = vec![

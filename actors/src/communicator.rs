@@ -258,10 +258,14 @@ mod tests {
             for gathers in orders {
                 let mut c = communicator(0);
                 let mut issued = Vec::new();
-                reduces.iter().for_each(|bucket| issued.extend(say(&mut c, reduce(0, *bucket))));
+                for bucket in reduces {
+                    issued.extend(say(&mut c, reduce(0, bucket)));
+                }
                 issued.extend(say(&mut c, small(0)));
                 issued.extend(say(&mut c, verdict(0, true)));
-                gathers.iter().for_each(|bucket| issued.extend(say(&mut c, gather(1, *bucket))));
+                for bucket in gathers {
+                    issued.extend(say(&mut c, gather(1, bucket)));
+                }
                 let order =
                     ["0:reduce 2", "1:reduce 1", "2:reduce 0", "3:small", "4:gather 0", "5:gather 1", "6:gather 2"];
                 assert_eq!(issued, order, "{reduces:?} {gathers:?}");

@@ -255,7 +255,9 @@ impl Control {
         let deliver = Arc::new(deliver);
         let before = std::mem::replace(&mut *self.hub.inboxes[self.rank].lock(), Inbox::Open(deliver.clone()));
         if let Inbox::Waiting(messages) = before {
-            messages.into_iter().for_each(|message| deliver(message));
+            for message in messages {
+                deliver(message);
+            }
         }
     }
 
@@ -385,9 +387,9 @@ mod tests {
     fn a_delivery_holds_no_lock_so_it_may_answer_at_once() {
         let (_seats, controls) = controls(2);
         let heard = Arc::new(AtomicU64::new(0));
-        for rank in 0..2 {
-            let (control, heard) = (controls[rank].clone(), heard.clone());
-            controls[rank].open_inbox(Box::new(move |_| {
+        for (rank, own) in controls.iter().enumerate() {
+            let (control, heard) = (own.clone(), heard.clone());
+            own.open_inbox(Box::new(move |_| {
                 if heard.fetch_add(1, Ordering::SeqCst) < 10 {
                     control.tell_others(&demand(rank));
                 }

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gatherflow_kernels::{
-    Cause, CollectiveKey, CollectiveKind, Comm, Device, DeviceError, Event, Failure, FailureKind, StreamId, Work, clock,
+    Cause, CollectiveKey, CollectiveKind, Comm, Device, DeviceError, Event, Failure, FailureKind, StreamId, StreamKind,
+    Work, clock,
 };
 use parking_lot::Mutex;
 
@@ -36,6 +37,18 @@ pub(crate) struct Streams {
     pub(crate) optimizer: StreamId,
     pub(crate) reduce: StreamId,
     pub(crate) gather: StreamId,
+}
+
+impl Streams {
+    /// One stream of each kind.
+    pub(crate) fn of(device: &dyn Device) -> Result<Self, DeviceError> {
+        Ok(Self {
+            executor: device.stream(StreamKind::Executor)?,
+            optimizer: device.stream(StreamKind::Optimizer)?,
+            reduce: device.stream(StreamKind::Reduce)?,
+            gather: device.stream(StreamKind::Gather)?,
+        })
+    }
 }
 
 /// A collective that was asked for and whose end nobody has seen yet.

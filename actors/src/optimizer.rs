@@ -30,7 +30,7 @@ pub struct Group {
     pub eps: f64,
     /// Weight decay.
     pub weight_decay: f64,
-    /// Decoupled weight decay (AdamW).
+    /// Decoupled weight decay (`AdamW`).
     pub decoupled: bool,
 }
 
@@ -408,7 +408,8 @@ mod tests {
 
     fn word(action: &Action) -> String {
         let ids = |after: &[(Edge, Event)]| {
-            after.iter().map(|(edge, event)| format!(" {edge:?}:{}", event.id())).collect::<String>()
+            let ids = after.iter().map(|(edge, event)| format!("{edge:?}:{}", event.id()));
+            std::iter::once(String::new()).chain(ids).collect::<Vec<_>>().join(" ")
         };
         match action {
             Action::Enqueue { op: Op::NormPartials { bucket }, after } => {
@@ -522,7 +523,7 @@ mod tests {
     #[test]
     fn learning_rates_beyond_the_row_are_its_nearest_end() {
         let row = LrRow { first_t: 5, values: vec![1.0, 2.0] };
-        assert_eq!([1, 5, 6, 7, 99].map(|t| row.at(t)), [1.0, 1.0, 2.0, 2.0, 2.0]);
+        assert_eq!([1, 5, 6, 7, 99].map(|t| row.at(t) as u64), [1, 1, 2, 2, 2]);
         assert_eq!(LrRow { first_t: 1, values: vec![] }.at(1).to_bits(), 0);
     }
 

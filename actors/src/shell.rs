@@ -308,6 +308,14 @@ impl ActorThread {
     }
 }
 
+fn running<M: Machine>(name: ActorName, machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
+    Running { name, machine, hands: hands.clone(), post: post.clone(), issuer: None, actions: Vec::new() }
+}
+
+fn shell<M: Machine>() -> Shell<M> {
+    Shell(std::marker::PhantomData)
+}
+
 async fn spawn_all(
     machines: Machines,
     hands: &Arc<Hands>,
@@ -316,12 +324,6 @@ async fn spawn_all(
     deadlines: Deadlines,
 ) -> Result<(ActorRef<Watch>, tokio::task::JoinHandle<()>), String> {
     let post: Arc<dyn Post> = directory.clone();
-    fn running<M: Machine>(name: ActorName, machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
-        Running { name, machine, hands: hands.clone(), post: post.clone(), issuer: None, actions: Vec::new() }
-    }
-    fn shell<M: Machine>() -> Shell<M> {
-        Shell(std::marker::PhantomData)
-    }
     let text = |e: ractor::SpawnErr| format!("cannot start an actor: {e}");
     let watch = WatchState {
         running: running(ActorName::Supervisor, machines.supervisor, hands, &post),

@@ -218,7 +218,7 @@ pub struct Deadlines {
 
 impl Default for Deadlines {
     fn default() -> Self {
-        let limit = Duration::from_secs(600);
+        let limit = Duration::from_mins(10);
         Self { start_up: limit, collective: limit, silence: limit }
     }
 }
@@ -498,6 +498,8 @@ mod tests {
         Deadlines { start_up: limit, collective: limit, silence: Duration::from_nanos(40) }
     }
 
+    type Expected = Option<(FailureKind, usize, &'static str)>;
+
     #[test]
     fn overdue_tells_who_and_why() {
         let key = entry(7, CollectiveKind::Gather, 2);
@@ -505,7 +507,6 @@ mod tests {
         let waits = PeerView { issued: 7, ..fine };
         let judge = |now: u64, peer: PeerView, own: PeerView| overdue(&deadlines(), now, &key, 1000, 1, &[peer, own]);
         let alive = |now: u64, view: PeerView| PeerView { alive_ns: now, ..view };
-        type Expected = Option<(FailureKind, usize, &'static str)>;
         let table: [(&str, u64, PeerView, PeerView, Expected); 14] = [
             ("within all deadlines", 1030, waits, fine, None),
             ("a heartbeat is due", 1040, waits, fine, None),
