@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -150,6 +150,8 @@ impl Face {
     }
 
     fn wake(&self) {
+        // Either this sees who has parked, or who parks sees what was published.
+        fence(Ordering::SeqCst);
         if self.parked.load(Ordering::SeqCst) == 0 {
             return;
         }
@@ -167,6 +169,7 @@ impl Face {
         if !lot.iter().any(|other| other.will_wake(waker)) {
             lot.push(waker.clone());
             self.parked.fetch_add(1, Ordering::SeqCst);
+            fence(Ordering::SeqCst);
         }
     }
 
@@ -189,6 +192,7 @@ impl Face {
         let deadline = Instant::now() + limit;
         let mut lot = self.lot.lock();
         self.parked.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
         let result = loop {
             if let Some(value) = condition() {
                 break Ok(value);

@@ -71,7 +71,7 @@ impl Session {
         };
         match event.status() {
             EventStatus::Done => return Poll::Ready(Ok(())),
-            EventStatus::Failed(cause) => return Poll::Ready(Err(self.ended(cause))),
+            EventStatus::Failed(cause) => return Poll::Ready(Err(self.ended(&cause))),
             EventStatus::Pending => {}
         }
         self.ask(version, demanded);
@@ -162,43 +162,36 @@ impl Session {
         }
         let mut asked = false;
         let fact = self.face.ready(bucket);
-        let ready = fact.at(version).filter(Event::is_done);
-        let event = match ready {
-            Some(event) => {
-                self.wait_event(Edge::E5, &event)?;
-                event
+        if let Some(event) = fact.at(version).filter(Event::is_done) {
+            self.wait_event(Edge::E5, &event)?;
+        } else {
+            if let Some(demanded) = ask {
+                self.ask(version, demanded);
+                asked = true;
             }
-            None => {
-                if let Some(demanded) = ask {
-                    self.ask(version, demanded);
-                    asked = true;
-                }
-                let from = clock::now_ns();
-                let what = || format!("the gather of bucket {} at version {version} to be issued", bucket.0);
-                let event = self.await_fact(fact, version, &what)?;
-                self.wait_event(Edge::E5, &event)?;
-                self.recorder.waited(from, Some(bucket));
-                event
-            }
-        };
-        drop(event);
+            let from = clock::now_ns();
+            let what = || format!("the gather of bucket {} at version {version} to be issued", bucket.0);
+            let event = self.await_fact(fact, version, &what)?;
+            self.wait_event(Edge::E5, &event)?;
+            self.recorder.waited(from, Some(bucket));
+        }
         side.seen.store(version + 1, Ordering::Release);
         Ok(asked)
     }
 
     fn await_fact(&self, fact: &Fact, version: u64, what: &dyn Fn() -> String) -> Result<Event, Cause> {
-        self.face.wait_until(what, self.backstop(), || fact.at(version)).map_err(|cause| self.ended(cause))
+        self.face.wait_until(what, self.backstop(), || fact.at(version)).map_err(|cause| self.ended(&cause))
     }
 
     /// Why a wait ended: the first cause. One that only this thread has seen so far ends everything on every rank.
-    fn ended(&self, cause: Cause) -> Cause {
-        self.face.failed().cloned().unwrap_or_else(|| self.hands.fail(&cause))
+    fn ended(&self, cause: &Cause) -> Cause {
+        self.face.failed().cloned().unwrap_or_else(|| self.hands.fail(cause))
     }
 
     fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
         let waited = self.hands.wait(self.hands.streams.executor, edge, event);
         // What the device says may be an effect.
-        waited.map_err(|error| self.ended(self.hands.failure(&error)))
+        waited.map_err(|error| self.ended(&self.hands.failure(&error)))
     }
 
     /// Lets the executor's stream wait until a parameter's gradient may be written for this step (edge E6). Frozen
@@ -215,16 +208,14 @@ impl Session {
             return Ok(());
         }
         let fact = self.face.free(bucket);
-        let ready = fact.at(step).filter(Event::is_done);
-        match ready {
-            Some(event) => self.wait_event(Edge::E6, &event)?,
-            None => {
-                let from = clock::now_ns();
-                let what = || format!("the gradients of bucket {} to be free for step {step}", bucket.0);
-                let event = self.await_fact(fact, step, &what)?;
-                self.wait_event(Edge::E6, &event)?;
-                self.recorder.waited(from, None);
-            }
+        if let Some(event) = fact.at(step).filter(Event::is_done) {
+            self.wait_event(Edge::E6, &event)?;
+        } else {
+            let from = clock::now_ns();
+            let what = || format!("the gradients of bucket {} to be free for step {step}", bucket.0);
+            let event = self.await_fact(fact, step, &what)?;
+            self.wait_event(Edge::E6, &event)?;
+            self.recorder.waited(from, None);
         }
         side.free.store(step + 1, Ordering::Release);
         Ok(())
@@ -260,7 +251,7 @@ impl Session {
             let from = clock::now_ns();
             let what = || format!("the outcome of step {}", step - allowed);
             let may_go_on = || (step - self.face.finished_steps().min(step) < allowed).then_some(());
-            self.face.wait_until(&what, self.backstop(), may_go_on).map_err(|cause| self.ended(cause))?;
+            self.face.wait_until(&what, self.backstop(), may_go_on).map_err(|cause| self.ended(&cause))?;
             self.recorder.waited(from, None);
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
@@ -319,7 +310,7 @@ impl Session {
         let what = || format!("the outcome of step {step}");
         let outcome = self.face.wait_until(&what, self.backstop(), || self.face.outcome(step));
         self.recorder.waited(from, None);
-        outcome.map_err(|cause| self.ended(cause))
+        outcome.map_err(|cause| self.ended(&cause))
     }
 
     fn no_outcome(&self, step: u64) -> Cause {
