@@ -270,6 +270,8 @@ impl Machine for PreHook {
             PreHookMsg::WaitEnded { version, waited } => {
                 if version == self.version {
                     self.waited = self.waited.max(waited);
+                    // A wait is demand too, whether or not it was asked for.
+                    self.demand.entered = self.demand.entered.max(waited);
                     self.let_go(true, actions);
                 }
             }
