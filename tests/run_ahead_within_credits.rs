@@ -24,9 +24,9 @@ fn widest(gathers: &[u64], run: usize) -> u64 {
     gathers.windows(run.min(gathers.len())).map(|window| window.iter().sum()).max().unwrap_or(0)
 }
 
+/// How far gathers may be ahead, in buckets.
 fn ahead(setting: &Setting, buckets: usize) -> usize {
     match (setting.overlap, setting.credits) {
-        (Overlap::None, _) => buckets,
         (Overlap::Chain, _) => 1,
         (Overlap::Window, Credits::Buckets(n)) => n as usize,
         _ => buckets,
@@ -40,7 +40,7 @@ fn a_slow_forward_sees_gathers_run_ahead_by_exactly_the_credits() {
     let expected = serial(&job);
     for setting in Setting::modes() {
         let meeting = Meeting::of(job.ranks);
-        job.on_ranks_against(&expected, &setting, |mut trainer| {
+        job.on_ranks(&expected, &setting, |mut trainer| {
             let buckets = trainer.engine.plan().buckets().len();
             let credits = ahead(&setting, buckets);
             for step in 0..job.steps {
@@ -81,7 +81,7 @@ fn the_peak_of_bytes_ahead_is_a_run_of_as_many_gathers_as_there_are_credits() {
     for setting in Setting::modes().into_iter().chain(more) {
         let setting = Setting { pause: Duration::from_micros(500), ..setting };
         let meeting = Meeting::of(job.ranks);
-        job.on_ranks_against(&expected, &setting, |mut trainer| {
+        job.on_ranks(&expected, &setting, |mut trainer| {
             let gathers = gather_bytes(trainer.engine.plan());
             let credits = ahead(&setting, gathers.len());
             trainer.train_one();

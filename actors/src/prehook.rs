@@ -8,6 +8,7 @@
 //! Hears from the executor (demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
 //! communicator (drain) and the supervisor (peer demand). Says to the buckets: gather, in gather order, each once a version.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::action::{Action, Letter, Machine, Publication, WrongTransition};
@@ -181,12 +182,10 @@ impl PreHook {
 
     /// Remembers a demand; `true` if it is for this version.
     fn note(&mut self, version: u64, entered: u32, forced: u32) -> bool {
-        let slot = if version == self.version {
-            &mut self.demand
-        } else if version > self.version {
-            self.early.entry(version).or_default()
-        } else {
-            return false;
+        let slot = match version.cmp(&self.version) {
+            Ordering::Less => return false,
+            Ordering::Equal => &mut self.demand,
+            Ordering::Greater => self.early.entry(version).or_default(),
         };
         slot.entered = slot.entered.max(entered);
         slot.forced = slot.forced.max(forced);
@@ -312,5 +311,73 @@ impl Machine for PreHook {
             return Some(PreHookMsg::WaitEnded { version: waited.0, waited: waited.1 });
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn prehook(mode: Overlap) -> PreHook {
+        PreHook::new((0..4).map(BucketId).collect(), [8; 4], mode, Credits { buckets: 1, bytes: None }, true)
+    }
+
+    /// The buckets let go, and the demands that peers are to hear of.
+    fn on(machine: &mut PreHook, message: PreHookMsg) -> (Vec<u32>, Vec<(u64, u32)>) {
+        let mut actions = Vec::new();
+        machine.on(message, &mut actions).unwrap();
+        let (mut let_go, mut told) = (Vec::new(), Vec::new());
+        for action in actions {
+            match action {
+                Action::LetGo { bucket, .. } => let_go.push(bucket.0),
+                Action::Send(Letter::Supervisor(SupervisorMsg::Demanded { version, demanded })) => {
+                    told.push((version, demanded));
+                }
+                _ => {}
+            }
+        }
+        (let_go, told)
+    }
+
+    #[test]
+    fn demand_for_versions_far_ahead_is_remembered() {
+        for message in [PreHookMsg::Drain { version: 3 }, PreHookMsg::PeerDemand { version: 3, demanded: 4 }] {
+            let mut machine = prehook(Overlap::Window);
+            on(&mut machine, message);
+            for version in 1..3 {
+                assert_eq!(on(&mut machine, PreHookMsg::StepFinished { version, updated: false }).0, []);
+            }
+            assert_eq!(on(&mut machine, PreHookMsg::StepFinished { version: 3, updated: true }).0, [0, 1, 2, 3]);
+        }
+    }
+
+    #[test]
+    fn each_version_is_announced_for_itself_and_only_what_is_more() {
+        let mut machine = prehook(Overlap::Window);
+        on(&mut machine, PreHookMsg::StepFinished { version: 1, updated: true });
+        let mut told = |version, demanded| on(&mut machine, PreHookMsg::Demand { version, demanded, announce: true }).1;
+        assert_eq!(told(1, 4), [(1, 4)]);
+        assert_eq!(told(2, 1), [(2, 1)], "less than was announced, but for a later version");
+        assert_eq!(told(2, 1), []);
+        assert_eq!(told(2, 3), [(2, 3)]);
+    }
+
+    #[test]
+    fn a_chain_goes_on_for_what_a_future_awaits_though_nobody_waits_on_what_is_before_it() {
+        let mut machine = prehook(Overlap::Chain);
+        assert_eq!(on(&mut machine, PreHookMsg::StepFinished { version: 1, updated: true }).0, [0]);
+        assert_eq!(on(&mut machine, PreHookMsg::Demand { version: 1, demanded: 3, announce: true }).0, []);
+        assert_eq!(on(&mut machine, PreHookMsg::Awaited { version: 1, demanded: 3 }).0, [1, 2]);
+    }
+
+    #[test]
+    fn a_chain_is_one_gather_ahead_of_the_wait_and_says_so() {
+        let mut machine = prehook(Overlap::Chain);
+        on(&mut machine, PreHookMsg::StepFinished { version: 1, updated: true });
+        for waited in 1..4 {
+            assert_eq!(on(&mut machine, PreHookMsg::WaitEnded { version: 1, waited }).0, [waited]);
+        }
+        assert_eq!(machine.peak_ahead_bytes, 8);
     }
 }
