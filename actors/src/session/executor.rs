@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 
-use gatherflow_kernels::{Cause, Event, Failure, FailureKind, Mark, clock};
+use gatherflow_kernels::{Cause, Event, EventStatus, Failure, FailureKind, Mark, clock};
 
 use super::{Session, StepRequest};
 use crate::action::{Edge, Letter, StepOutcome};
@@ -69,8 +69,10 @@ impl Session {
             self.post.post(Letter::PreHook(PreHookMsg::Awaited { version, demanded }));
             return Poll::Pending;
         };
-        if event.is_done() {
-            return Poll::Ready(Ok(()));
+        match event.status() {
+            EventStatus::Done => return Poll::Ready(Ok(())),
+            EventStatus::Failed(cause) => return Poll::Ready(Err(self.ended(cause))),
+            EventStatus::Pending => {}
         }
         self.ask(version, demanded);
         let waker = waker.clone();
@@ -185,16 +187,18 @@ impl Session {
     }
 
     fn await_fact(&self, fact: &Fact, version: u64, what: &dyn Fn() -> String) -> Result<Event, Cause> {
-        self.face.wait_until(what, self.backstop(), || fact.at(version))
+        self.face.wait_until(what, self.backstop(), || fact.at(version)).map_err(|cause| self.ended(cause))
+    }
+
+    /// Why a wait ended: the first cause. One that only this thread has seen so far ends everything on every rank.
+    fn ended(&self, cause: Cause) -> Cause {
+        self.face.failed().cloned().unwrap_or_else(|| self.hands.fail(&cause))
     }
 
     fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
         let waited = self.hands.wait(self.hands.streams.executor, edge, event);
-        waited.map_err(|error| {
-            let cause = self.hands.failure(&error);
-            // What the device says may be an effect; the face has the first cause.
-            self.face.failed().cloned().unwrap_or(cause)
-        })
+        // What the device says may be an effect.
+        waited.map_err(|error| self.ended(self.hands.failure(&error)))
     }
 
     /// Lets the executor's stream wait until a parameter's gradient may be written for this step (edge E6). Frozen
@@ -255,9 +259,8 @@ impl Session {
         if step - self.face.finished_steps().min(step) >= allowed {
             let from = clock::now_ns();
             let what = || format!("the outcome of step {}", step - allowed);
-            self.face.wait_until(&what, self.backstop(), || {
-                (step - self.face.finished_steps().min(step) < allowed).then_some(())
-            })?;
+            let may_go_on = || (step - self.face.finished_steps().min(step) < allowed).then_some(());
+            self.face.wait_until(&what, self.backstop(), may_go_on).map_err(|cause| self.ended(cause))?;
             self.recorder.waited(from, None);
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
@@ -316,7 +319,7 @@ impl Session {
         let what = || format!("the outcome of step {step}");
         let outcome = self.face.wait_until(&what, self.backstop(), || self.face.outcome(step));
         self.recorder.waited(from, None);
-        outcome
+        outcome.map_err(|cause| self.ended(cause))
     }
 
     fn no_outcome(&self, step: u64) -> Cause {
