@@ -8,6 +8,7 @@
 //! Hears from the executor (demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
 //! communicator (drain) and the supervisor (peer demand). Says to the buckets: gather, in gather order, each once a version.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::action::{Action, Letter, Machine, Publication, WrongTransition};
@@ -181,13 +182,10 @@ impl PreHook {
 
     /// Remembers a demand; `true` if it is for this version.
     fn note(&mut self, version: u64, entered: u32, forced: u32) -> bool {
-        if version < self.version {
-            return false;
-        }
-        let slot = if version == self.version {
-            &mut self.demand
-        } else {
-            self.early.entry(version).or_default()
+        let slot = match version.cmp(&self.version) {
+            Ordering::Less => return false,
+            Ordering::Equal => &mut self.demand,
+            Ordering::Greater => self.early.entry(version).or_default(),
         };
         slot.entered = slot.entered.max(entered);
         slot.forced = slot.forced.max(forced);
@@ -271,6 +269,8 @@ impl Machine for PreHook {
             PreHookMsg::WaitEnded { version, waited } => {
                 if version == self.version {
                     self.waited = self.waited.max(waited);
+                    // A wait is demand too, whether or not it was asked for.
+                    self.demand.entered = self.demand.entered.max(waited);
                     self.let_go(true, actions);
                 }
             }
@@ -490,5 +490,37 @@ mod tests {
             assert!(error.contains(&format!("{wrong:?}")), "{error}");
         }
         say(&mut p, gathered(1, 3));
+    }
+    #[test]
+    fn each_version_is_announced_for_itself_and_only_what_is_more() {
+        let mut p = prehook(Overlap::Window, 1, None);
+        say(&mut p, finished(1));
+        let mut announced = |version, demanded| {
+            let mut actions = Vec::new();
+            p.on(PreHookMsg::Demand { version, demanded, announce: true }, &mut actions).unwrap();
+            let told = |a: &&Action| matches!(a, Action::Send(Letter::Supervisor(SupervisorMsg::Demanded { .. })));
+            actions.iter().filter(told).count()
+        };
+        assert_eq!(announced(1, 4), 1);
+        assert_eq!(announced(2, 1), 1, "less than was announced, but for a later version");
+        assert_eq!([announced(2, 1), announced(2, 3)], [0, 1]);
+    }
+
+    #[test]
+    fn a_chain_goes_on_for_what_a_future_awaits_though_nobody_waits_on_what_is_before_it() {
+        let mut p = prehook(Overlap::Chain, 3, None);
+        assert_eq!(say(&mut p, finished(1)).0, [0]);
+        assert_eq!(say(&mut p, PreHookMsg::Demand { version: 1, demanded: 3, announce: true }).0, []);
+        assert_eq!(say(&mut p, PreHookMsg::Awaited { version: 1, demanded: 3 }).0, [1, 2]);
+    }
+
+    #[test]
+    fn a_chain_is_one_gather_ahead_of_the_wait_and_says_so() {
+        let mut p = prehook(Overlap::Chain, 3, None);
+        say(&mut p, finished(1));
+        for waited in 1..5 {
+            assert_eq!(say(&mut p, PreHookMsg::WaitEnded { version: 1, waited }).0, [waited]);
+        }
+        assert_eq!(p.peak_ahead_bytes, *BYTES.iter().max().unwrap());
     }
 }
