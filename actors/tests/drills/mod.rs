@@ -1,17 +1,18 @@
 //! Ranks as threads in which something goes wrong: how each of them ends, within a hard limit, and that nothing is left.
 #![allow(dead_code, unreachable_pub)]
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use gatherflow_actors::control::ControlMsg;
-use gatherflow_actors::drill::Drill;
-use gatherflow_actors::plan::{ParamId, Plan, UnitId};
-use gatherflow_actors::{Deadlines, Driver, Ranks, Seat, Session, SessionConfig, StepRequest};
-use gatherflow_kernels::cpu::BeforeWork;
+use gatherflow_actors::drill::{Drill, Fault};
+use gatherflow_actors::plan::{BucketId, ParamId, Plan, UnitId};
+use gatherflow_actors::{ActorName, Deadlines, Driver, Ranks, Seat, Session, SessionConfig, StepRequest};
+use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::null::{Script, updated_report};
 use gatherflow_kernels::{Cause, Failure, FailureKind, Lease, Link, OpenOptions};
 
@@ -46,6 +47,61 @@ pub struct Part {
     pub fails_in_init: bool,
     /// The step whose calls are running.
     pub at_step: Arc<AtomicU64>,
+}
+
+/// Tests count threads of the process and measure time, so those of one file run one after the other.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub fn actors() -> Vec<ActorName> {
+    let buckets = (0..3).map(|i| ActorName::Bucket(BucketId(i)));
+    buckets.chain([ActorName::PreHook, ActorName::Optimizer, ActorName::Communicator, ActorName::Supervisor]).collect()
+}
+
+/// How many messages each actor of one rank takes in a healthy run.
+pub fn messages(ranks: usize) -> BTreeMap<ActorName, u64> {
+    let counts = Arc::new(Mutex::new(BTreeMap::new()));
+    let counting = counts.clone();
+    let mut parts = vec![Part::default(); ranks];
+    parts[0].drill = Some(Drill::before_message(move |actor| {
+        *counting.lock().unwrap().entry(actor).or_insert(0) += 1;
+        Fault::Nothing
+    }));
+    let ends = run("counting", &scenario(ranks), "cpu", parts);
+    assert!(ends.iter().all(|end| matches!(end, End::Closed)), "{ends:?}");
+    let counts = counts.lock().unwrap();
+    assert_eq!(counts.len(), actors().len(), "every actor hears something: {counts:?}");
+    counts.clone()
+}
+
+/// A drill that lets `actor` have its fault at its `nth` message. What comes back tells at which of the executor's steps
+/// that happened, plus 1.
+pub fn at_message(actor: ActorName, nth: u64, fault: Fault, at_step: &Arc<AtomicU64>) -> (Drill, Arc<AtomicU64>) {
+    let (count, fired, at_step) = (AtomicU64::new(0), Arc::new(AtomicU64::new(0)), at_step.clone());
+    let fires = fired.clone();
+    let drill = Drill::before_message(move |heard| {
+        if heard != actor || count.fetch_add(1, Ordering::SeqCst) != nth {
+            return Fault::Nothing;
+        }
+        fires.store(at_step.load(Ordering::SeqCst) + 1, Ordering::SeqCst);
+        fault.clone()
+    });
+    (drill, fired)
+}
+
+/// Counts pieces of work and lets one have its fault.
+pub fn at_work(nth: u64, inject: Inject) -> (BeforeWork, Arc<AtomicU64>) {
+    let count = Arc::new(AtomicU64::new(0));
+    let counted = count.clone();
+    let hook =
+        BeforeWork::new(
+            move |_| {
+                if counted.fetch_add(1, Ordering::SeqCst) == nth { inject.clone() } else { Inject::Nothing }
+            },
+        );
+    (hook, count)
 }
 
 /// How a rank ended.
@@ -108,7 +164,7 @@ pub fn run_over(
         match ends.recv_timeout(left) {
             Ok((rank, Ok(end))) => all[rank] = Some(end),
             Ok((rank, Err(_))) => panic!("{label}: the user's thread of rank {rank} panicked"),
-            Err(_) => panic!("{label}: hangs; so far {all:?}"),
+            Err(error) => panic!("{label}: hangs ({error}); so far {all:?}"),
         }
     }
     all.into_iter().flatten().collect()
@@ -140,9 +196,9 @@ fn one_rank(scenario: &Scenario, seat: Seat, plan: &Arc<Plan>, device: &str, par
     if let Some(step) = part.forges {
         seat.control().tell_others(&ControlMsg::Digest { from: seat.rank(), step, digest: 7 });
     }
-    let mut init = |_, _: &mut Lease| match part.fails_in_init {
-        true => Err(Arc::new(Failure::new(FailureKind::StartUp, 1, "no file"))),
-        false => Ok(()),
+    let mut init = |_, _: &mut Lease| {
+        let failure = part.fails_in_init.then(|| Arc::new(Failure::new(FailureKind::StartUp, 1, "no file")));
+        failure.map_or(Ok(()), Err)
     };
     let session = match Session::start(seat, plan.clone(), config, options, &mut init) {
         Ok(session) => session,

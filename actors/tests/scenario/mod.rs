@@ -82,7 +82,7 @@ impl Shape {
         };
         for _ in 0..units {
             let mut members = Vec::new();
-            for _ in 0..1 + draw.below(4) {
+            for _ in 0..=draw.below(4) {
                 members.push(shape.numel.len());
                 shape.numel.push([1, 3, 63, 64, 65, 130, 500][draw.below(7)]);
                 shape.dtype.push([DType::Bf16, DType::F32, DType::F16][draw.below(3)]);
