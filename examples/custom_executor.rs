@@ -120,7 +120,11 @@ fn run(rank: Rank, config: Config, steps: u64) -> Result<(f32, u64), Error> {
     Ok((loss, hash))
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn main() -> Result<(), String> {
+    train().map_err(|error| error.to_string())
+}
+
+fn train() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let mut config = Config::new().num_buckets(4);
     config.set("overlap", &arguments.next().unwrap_or("window".into()))?;

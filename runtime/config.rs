@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
-pub use keys::{KEYS, Key, table};
+pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,9 +128,9 @@ impl Default for Config {
             interval: 1000,
             hysteresis: 2,
             steps_in_flight: 2,
-            start_up: Duration::from_secs(600),
-            collective: Duration::from_secs(600),
-            silence: Duration::from_secs(600),
+            start_up: Duration::from_mins(10),
+            collective: Duration::from_mins(10),
+            silence: Duration::from_mins(10),
             check_order_every: 100,
             start_params: StartParams::Broadcast,
         }

@@ -10,7 +10,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, Waker};
+use std::task::{Context, Poll};
 
 use crate::actors::{Average, Element};
 use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
@@ -25,7 +25,7 @@ use crate::pass::{Mode, Pass};
 use crate::report::Report;
 use crate::shared::Shared;
 
-pub use start::ParamMut;
+pub use start::{Internals, ParamMut};
 
 /// One rank of a training job. See the [crate](crate) for a whole program.
 ///
@@ -97,8 +97,7 @@ impl Engine {
     /// # Errors
     /// An unknown chunk, a training pass after the last one of this step, a closed or failed engine.
     pub fn pass(&self, chunk: ChunkId, microbatch: usize, last: bool, mode: Mode) -> Result<Pass<'_>, Error> {
-        let _ = microbatch;
-        Pass::new(&self.shared, chunk, last, mode)
+        Pass::new(&self.shared, chunk, microbatch, last, mode)
     }
 
     /// As [`Engine::pass`], for adapters that need `'static`: checked at run time instead.
@@ -190,6 +189,14 @@ impl Engine {
         let host =
             HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop: std::mem::take(&mut self.stop) };
         gradients.reset();
+        tracing::debug!(
+            target: "gatherflow::engine",
+            rank = self.shared.rank,
+            step = self.unknown_from + possible - 1,
+            unwritten = leftovers.unwritten.len(),
+            unfinished = leftovers.unfinished.len(),
+            "step"
+        );
         let step = self.shared.session.step(StepRequest {
             lrs,
             host,
@@ -201,16 +208,12 @@ impl Engine {
 
     /// Brings t up to what is known, without waiting.
     fn look_at_outcomes(&mut self) -> Result<(), Error> {
-        while self.unknown_from < self.shared.steps() {
-            match self.shared.session.poll_outcome(self.unknown_from, Waker::noop()) {
-                Poll::Pending => break,
-                Poll::Ready(outcome) => {
-                    if outcome?.report.updated {
-                        self.known_t.iter_mut().for_each(|t| *t += 1);
-                    }
-                    self.unknown_from += 1;
-                }
+        let session = &self.shared.session;
+        while self.unknown_from < session.finished_steps() {
+            if session.outcome(self.unknown_from)?.report.updated {
+                self.known_t.iter_mut().for_each(|t| *t += 1);
             }
+            self.unknown_from += 1;
         }
         Ok(())
     }

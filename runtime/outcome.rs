@@ -101,7 +101,7 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
         return Err(error(ErrorKind::NoWeight, shared.rank, None, message));
     }
     if let Some((rank, param)) = report.nonfinite.filter(|_| report.nonfinite_is_error) {
-        let message = "its gradient is not finite and the configuration says on_nonfinite = \"error\"; every rank skipped the step";
+        let message = "its gradient, summed over ranks and owned by this one, is not finite and the configuration says on_nonfinite = \"error\"; every rank skipped the step";
         return Err(error(ErrorKind::NonFinite, rank, Some(param), message));
     }
     Ok(Outcome {

@@ -31,7 +31,7 @@ impl OwnedPass {
         last: bool,
         mode: Mode,
     ) -> Result<Self, Error> {
-        let counts = begin(shared, chunk, last, mode)?;
+        let counts = begin(shared, chunk, microbatch, last, mode)?;
         Ok(Self { shared: Arc::downgrade(shared), chunk, microbatch, mode, counts, step: shared.steps() })
     }
 

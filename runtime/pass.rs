@@ -51,8 +51,14 @@ pub struct Pass<'e> {
 }
 
 impl<'e> Pass<'e> {
-    pub(crate) fn new(shared: &'e Shared, chunk: ChunkId, last: bool, mode: Mode) -> Result<Self, Error> {
-        let counts = begin(shared, chunk, last, mode)?;
+    pub(crate) fn new(
+        shared: &'e Shared,
+        chunk: ChunkId,
+        microbatch: usize,
+        last: bool,
+        mode: Mode,
+    ) -> Result<Self, Error> {
+        let counts = begin(shared, chunk, microbatch, last, mode)?;
         Ok(Self { shared, chunk, mode, counts })
     }
 
@@ -101,8 +107,9 @@ impl<'e> Pass<'e> {
 }
 
 /// Begins a pass. Whether it counts uses: only the last microbatch of a training step does.
-pub(crate) fn begin(shared: &Shared, chunk: ChunkId, last: bool, mode: Mode) -> Result<bool, Error> {
+pub(crate) fn begin(shared: &Shared, chunk: ChunkId, microbatch: usize, last: bool, mode: Mode) -> Result<bool, Error> {
     shared.check_open()?;
+    tracing::trace!(target: "gatherflow::pass", rank = shared.rank, step = shared.steps(), chunk = chunk.0, microbatch, last, ?mode);
     if chunk.0 as usize >= shared.model.chunk_count() {
         return Err(Error::misuse(format!("there is no chunk {}: use the ids that registration returned", chunk.0))
             .on_rank(shared.rank));
@@ -115,7 +122,7 @@ pub(crate) fn begin(shared: &Shared, chunk: ChunkId, last: bool, mode: Mode) -> 
     }
     if !shared.gradients.begin_pass(chunk.0 as usize, last) {
         return Err(Error::misuse(format!(
-            "chunk {} has had its last microbatch of this step: call step before the next training pass",
+            "chunk {} has had its last microbatch of this step: call step before training on microbatch {microbatch}",
             chunk.0
         ))
         .on_rank(shared.rank)

@@ -103,6 +103,7 @@ mod tests {
             step,
             step_ns: 10_000_000,
             compute_ns: 8_000_000,
+            wait_ns: 2_000_000,
             gather_ns: 4_000_000,
             reduce_ns: 2_000_000,
             exposed_gather_ns: exposed_ms * 1_000_000,

@@ -264,7 +264,7 @@ pub const KEYS: &[Key] = &[
         values: "a number of steps from 1",
         default: "2",
         help: "bad steps before the dynamic scale backs off; refilled by growth only",
-        set: |c, v| put(&mut c.hysteresis, u32::try_from(count(v)?).ok().filter(|n| *n <= i32::MAX as u32)),
+        set: |c, v| put(&mut c.hysteresis, u32::try_from(count(v)?).ok().filter(|n| i32::try_from(*n).is_ok())),
     },
     Key {
         name: "steps_in_flight",
@@ -318,7 +318,7 @@ pub const KEYS: &[Key] = &[
 ];
 
 /// All keys as a Markdown table.
-pub fn table() -> String {
+pub fn config_table() -> String {
     let mut text = String::from("| key | values | default | meaning |\n| --- | --- | --- | --- |\n");
     for key in KEYS {
         // Writing to a string cannot fail.

@@ -40,7 +40,8 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] names the key that is unknown or whose value does not fit.
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), ConfigError> {
-        let parsed = format!("v = {value}").parse::<Table>().ok().and_then(|mut t| t.remove("v"));
+        let parsed =
+            format!("v = {value}").parse::<Table>().ok().filter(|t| t.len() == 1).and_then(|mut t| t.remove("v"));
         self.insert(key, &parsed.unwrap_or_else(|| Value::String(value.to_owned())))
     }
 

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use super::Engine;
 use crate::actors::{
-    self, Average, Cause, DType, Failure, FailureKind, Lease, LeaseError, OpenOptions, Overlap, Session,
+    self, Average, Cause, DType, Driver, Edge, Failure, FailureKind, Lease, LeaseError, OpenOptions, Overlap, Session,
 };
 use crate::config::{Config, ConfigError, Credits};
 use crate::error::Error;
@@ -26,6 +26,24 @@ pub enum ParamMut<'a> {
     Bf16(&'a mut [bf16]),
     /// An f16 parameter.
     F16(&'a mut [f16]),
+}
+
+/// What tests and benchmarks may choose beyond the configuration. Device and transport come from the configuration.
+#[doc(hidden)]
+#[derive(Clone, Debug)]
+pub struct Internals {
+    /// Script and log of the null device, limits of the cpu device.
+    pub open: OpenOptions,
+    /// Who runs the machines.
+    pub driver: Driver,
+    /// An edge whose waits are left out.
+    pub dropped_edge: Option<Edge>,
+}
+
+impl Default for Internals {
+    fn default() -> Self {
+        Self { open: OpenOptions::default(), driver: Driver::Actors, dropped_edge: None }
+    }
 }
 
 impl ParamMut<'_> {
@@ -52,17 +70,19 @@ impl Engine {
         config: Config,
         init: impl FnMut(&ParamInfo, ParamMut<'_>),
     ) -> Result<Self, Error> {
-        let options = OpenOptions::default();
-        Self::with_options(rank, model, config, options, init)
+        Self::with_internals(rank, model, config, Internals::default(), init)
     }
 
-    /// As [`Engine::new`], with device options that configuration does not have: for tests and benchmarks.
+    /// As [`Engine::new`], with what configuration does not have: for tests and benchmarks.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
     #[doc(hidden)]
-    pub fn with_options(
+    pub fn with_internals(
         rank: Rank,
         model: Model,
         config: Config,
-        options: OpenOptions,
+        internals: Internals,
         mut init: impl FnMut(&ParamInfo, ParamMut<'_>),
     ) -> Result<Self, Error> {
         let ranks = rank.ranks();
@@ -70,7 +90,14 @@ impl Engine {
         if config.is_explicit("emulate") && config.link() != rank.link {
             return Err(ConfigError::LinkDiffers.into());
         }
-        let options = OpenOptions { device: config.device.clone(), transport: config.transport.clone(), ..options };
+        let longest = config.collective.max(config.silence).saturating_mul(8);
+        let wait_limit = internals.open.wait_limit.max(longest);
+        let options = OpenOptions {
+            wait_limit,
+            device: config.device.clone(),
+            transport: config.transport.clone(),
+            ..internals.open
+        };
         let number = rank.rank();
         let mut give = |param: actors::ParamId, lease: &mut Lease| {
             let info = &model.params()[param.index()];
@@ -80,8 +107,21 @@ impl Engine {
             init(info, out);
             Ok(())
         };
-        let session_config = session_config(&model, &config, ranks);
+        let session_config = actors::SessionConfig {
+            driver: internals.driver,
+            dropped_edge: internals.dropped_edge,
+            ..session_config(&model, &config, ranks)
+        };
         let session = Session::start(rank.seat, plan, session_config, options, &mut give)?;
+        tracing::info!(
+            target: "gatherflow::engine",
+            rank = number,
+            ranks,
+            params = model.params().len(),
+            buckets = session.plan().buckets().len(),
+            overlap = ?config.overlap,
+            "engine started"
+        );
         let lrs = model.groups.iter().map(|g| Lr::Value(g.lr.unwrap_or(config.lr))).collect();
         let known_t = vec![0; model.groups.len()];
         Ok(Self {
@@ -134,5 +174,7 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
         deadlines: config.deadline_rule(),
         check_order_every: config.check_order_every,
         start_params: config.start_params,
+        driver: Driver::Actors,
+        dropped_edge: None,
     }
 }

@@ -1,0 +1,198 @@
+//! Bad use is an error that names the thing, never a panic and never a hang, and the engine stays usable.
+#![allow(clippy::unwrap_used)]
+
+mod small;
+
+use gatherflow::{ChunkId, Config, Error, ErrorKind, GroupId, Lr, Mode, ParamId, UnitId, bf16};
+use small::{bits, config, microbatch, on_ranks, solo, write};
+
+fn misuse<T: std::fmt::Debug>(result: Result<T, Error>, names: &str) {
+    let error = result.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+    assert!(!error.is_fatal() && error.to_string().contains(names), "should name {names:?}: {error}");
+}
+
+#[test]
+fn a_second_live_gradient_guard_is_an_error_naming_the_parameter() {
+    let (mut engine, small) = solo(config());
+    let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+    pass.enter(small.second).unwrap();
+    let back = pass.backward(small.second).unwrap();
+    let mut gradient = back.grad::<f32>(small.tied).unwrap();
+    misuse(back.grad::<f32>(small.tied), "`tied`: a gradient guard of it is alive");
+    misuse(back.grad_zeroed::<f32>(small.tied), "`tied`");
+    gradient.fill(1.0);
+    gradient.complete();
+    back.leave().unwrap();
+    assert!(engine.step().unwrap().outcome().unwrap().updated);
+}
+
+#[test]
+fn ids_dtypes_and_units_that_do_not_fit_are_named() {
+    let (engine, small) = solo(config());
+    let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+    misuse(pass.enter(small.other_unit), "unit `other` is in chunk 1, but this pass is of chunk 0");
+    misuse(pass.enter(UnitId(99)), "no unit 99");
+    misuse(engine.pass(ChunkId(2), 0, true, Mode::Train), "no chunk 2");
+    misuse(engine.read::<f32>(ParamId(99)), "no parameter 99");
+    misuse(engine.read::<bf16>(small.tied), "`tied`: the parameter is f32, but was asked for as bf16");
+    let first = pass.enter(small.first).unwrap();
+    misuse(first.read::<bf16>(small.own), "`own`: unit `first` was not registered with it");
+    let back = pass.backward(small.first).unwrap();
+    misuse(back.grad::<f32>(small.own), "`own`: unit `first` was not registered with it");
+    misuse(back.grad::<f32>(small.frozen), "`frozen`: a frozen parameter has no gradient");
+    misuse(back.grad::<bf16>(small.tied), "`tied`: the gradient is f32");
+    let owned = engine.owned_pass(small.chunk, 0, false, Mode::Eval).unwrap();
+    misuse(owned.enter(small.other_unit), "unit `other`");
+    misuse(owned.grad::<f32>(small.tied), "evaluation");
+    misuse(owned.read::<f32>(ParamId(99)), "no parameter 99");
+}
+
+#[test]
+fn backward_more_often_than_forward_is_an_error_naming_the_unit() {
+    let (mut engine, small) = solo(config());
+    let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+    misuse(pass.backward(small.first), "backward of unit `first` more often");
+    pass.enter(small.first).unwrap();
+    pass.reenter(small.first).unwrap();
+    write(&pass, small.first, &[small.tied], 1.0);
+    misuse(pass.backward(small.first), "`first`");
+    let owned = engine.owned_pass(small.other_chunk, 0, true, Mode::Train).unwrap();
+    misuse(owned.leave(small.other_unit), "`other`");
+    owned.enter(small.other_unit).unwrap();
+    owned.leave(small.other_unit).unwrap();
+    misuse(owned.leave(small.other_unit), "`other`");
+    assert!(engine.step().unwrap().outcome().unwrap().updated);
+}
+
+#[test]
+fn evaluation_has_no_backward_and_a_step_has_one_last_microbatch() {
+    let (mut engine, small) = solo(config());
+    let pass = engine.pass(small.chunk, 0, false, Mode::Eval).unwrap();
+    pass.enter(small.first).unwrap();
+    misuse(pass.backward(small.first), "evaluation");
+    microbatch(&engine, &small, false, 1.0);
+    microbatch(&engine, &small, true, 1.0);
+    misuse(engine.pass(small.chunk, 2, false, Mode::Train), "chunk 0 has had its last microbatch");
+    misuse(engine.owned_pass(small.chunk, 2, true, Mode::Train), "chunk 0 has had its last microbatch");
+    engine.pass(small.chunk, 0, false, Mode::Eval).unwrap();
+    engine.pass(small.other_chunk, 0, true, Mode::Train).unwrap();
+    engine.step().unwrap().outcome().unwrap();
+    microbatch(&engine, &small, true, 1.0);
+}
+
+#[test]
+fn a_write_after_completion_is_an_error_naming_the_parameter() {
+    let (engine, small) = solo(config());
+    let owned = engine.owned_pass(small.chunk, 0, true, Mode::Train).unwrap();
+    owned.enter(small.first).unwrap();
+    let mut gradient = owned.grad::<f32>(small.tied).unwrap();
+    gradient.fill(1.0);
+    owned.leave(small.first).unwrap();
+    gradient.complete();
+    misuse(owned.grad::<f32>(small.tied), "`tied`: its gradient is complete");
+}
+
+#[test]
+fn step_refuses_while_an_owned_guard_is_alive_and_goes_on_after() {
+    let (mut engine, small) = solo(config());
+    let owned = engine.owned_pass(small.chunk, 0, true, Mode::Train).unwrap();
+    owned.enter(small.first).unwrap();
+    let reading = owned.read::<f32>(small.tied).unwrap();
+    misuse(engine.step(), "`tied`: a guard of it is alive");
+    misuse(engine.close(), "`tied`");
+    drop(reading);
+    let mut writing = owned.grad::<f32>(small.tied).unwrap();
+    misuse(engine.step(), "`tied`: a guard of it is alive");
+    writing.fill(1.0);
+    writing.complete();
+    owned.leave(small.first).unwrap();
+    assert!(engine.step().unwrap().outcome().unwrap().updated);
+    misuse(owned.read::<f32>(small.tied), "belongs to step 0, but the engine is at step 1");
+    misuse(owned.enter(small.first), "belongs to step 0");
+    misuse(owned.grad::<f32>(small.tied), "belongs to step 0");
+    misuse(owned.leave(small.first), "belongs to step 0");
+}
+
+#[test]
+fn a_guard_that_was_forgotten_is_named_by_step_instead_of_hanging() {
+    let (mut engine, small) = solo(config());
+    std::mem::forget(engine.read::<f32>(small.tied).unwrap());
+    misuse(engine.step(), "`tied`: a guard of it is alive");
+}
+
+#[test]
+fn a_closed_or_dropped_engine_says_so() {
+    let (mut engine, small) = solo(config());
+    microbatch(&engine, &small, true, 1.0);
+    let handle = engine.step().unwrap();
+    let owned = engine.owned_pass(small.chunk, 0, true, Mode::Train).unwrap();
+    engine.close().unwrap();
+    engine.close().unwrap();
+    assert!(handle.outcome().unwrap().updated, "outcomes can still be read");
+    let closed = |error: Error| assert!(error.kind() == ErrorKind::Closed && error.is_fatal(), "{error}");
+    closed(engine.pass(small.chunk, 0, true, Mode::Train).unwrap_err());
+    closed(engine.owned_pass(small.chunk, 0, true, Mode::Train).unwrap_err());
+    closed(engine.step().unwrap_err());
+    closed(engine.read::<f32>(small.tied).unwrap_err());
+    closed(engine.zero_grad().unwrap_err());
+    closed(engine.ensure_params_ready().unwrap_err());
+    closed(engine.params_hash().unwrap_err());
+    closed(owned.enter(small.first).unwrap_err());
+    closed(owned.read::<f32>(small.tied).unwrap_err());
+    drop(engine);
+    closed(owned.enter(small.first).unwrap_err());
+    closed(handle.outcome().unwrap_err());
+}
+
+#[test]
+fn zero_grad_is_optional_and_repeatable_until_a_gradient_is_complete() {
+    let run = |zero: bool| {
+        let (mut engine, small) = solo(config());
+        if zero {
+            microbatch(&engine, &small, false, 9.0);
+            engine.zero_grad().unwrap();
+            engine.zero_grad().unwrap();
+        }
+        microbatch(&engine, &small, true, 1.0);
+        misuse(engine.zero_grad(), "on its way already");
+        engine.step().unwrap().outcome().unwrap();
+        engine.zero_grad().unwrap();
+        bits(&engine)
+    };
+    assert_eq!(run(false), run(true));
+}
+
+#[test]
+fn learning_rates_and_weights_out_of_range_are_refused() {
+    let (mut engine, _) = solo(config());
+    misuse(engine.set_lr(GroupId(1), 1e-3), "no group 1");
+    misuse(engine.set_lr(GroupId::DEFAULT, -1.0), "-1");
+    misuse(engine.set_weight(1.0), "average = \"weight\"");
+    engine.set_lr(GroupId::DEFAULT, Lr::schedule(|_| f64::NAN)).unwrap();
+    misuse(engine.step(), "group 0 at t = 1 is NaN");
+    engine.set_lr(GroupId::DEFAULT, 1e-3).unwrap();
+    assert!(engine.step().unwrap().outcome().unwrap().updated);
+}
+
+#[test]
+fn a_rank_whose_configuration_is_refused_does_not_keep_the_others_waiting() {
+    let errors = on_ranks(2, |rank| {
+        let config = if rank.rank() == 0 { Config::new().bucket_size(0) } else { config() };
+        small::engine(rank, config).unwrap_err()
+    });
+    assert_eq!(errors[0].kind(), ErrorKind::Config);
+    assert!(errors[1].is_fatal(), "{}", errors[1]);
+}
+
+#[test]
+fn ranks_with_different_configurations_learn_what_differs() {
+    let errors = on_ranks(2, |rank| {
+        let config = config().max_norm(1.0 + rank.rank() as f64);
+        small::engine(rank, config).unwrap_err()
+    });
+    for error in errors {
+        assert_eq!(error.kind(), ErrorKind::StartUp, "{error}");
+        assert!(error.to_string().contains("clipping"), "{error}");
+    }
+}

@@ -1,0 +1,180 @@
+//! A verdict of one rank rides in the small all-gather: every rank skips, returns the same error naming rank and parameter,
+//! and the engine goes on (rule F1).
+#![allow(clippy::unwrap_used)]
+
+mod small;
+
+use gatherflow::{
+    Config, DType, Engine, ErrorKind, GroupId, Lr, Mode, Model, OnNonFinite, Overlap, ScalerKind, Unused,
+};
+use small::{Small, bits, config, microbatch, on_ranks};
+
+/// A good step, then `bad` on rank 1 only (the others take a good one), then a good step.
+fn one_bad_step(config: &Config, kind: ErrorKind, parameter: Option<&str>, bad: impl Fn(&mut Engine, &Small) + Sync) {
+    let hashes = on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config.clone()).unwrap();
+        microbatch(&engine, &small, true, 0.25);
+        assert!(engine.step().unwrap().outcome().unwrap().updated);
+        let before = bits(&engine);
+        if engine.rank() == 1 {
+            bad(&mut engine, &small);
+        } else {
+            microbatch(&engine, &small, true, 0.25);
+        }
+        let error = engine.step().unwrap().outcome().unwrap_err();
+        assert_eq!((error.kind(), error.step()), (kind, Some(1)), "{error}");
+        // Gradients are looked at once they are summed: the rank is the one that owns the element.
+        assert!(error.rank() == Some(1) || kind == ErrorKind::NonFinite, "{error}");
+        assert_eq!(error.parameter(), parameter, "{error}");
+        assert!(!error.is_fatal());
+        assert_eq!(bits(&engine), before, "a skipped step changes no parameter");
+        microbatch(&engine, &small, true, 0.25);
+        assert!(engine.step().unwrap().outcome().unwrap().updated);
+        assert_ne!(bits(&engine), before);
+        let hash = bits(&engine);
+        engine.close().unwrap();
+        hash
+    });
+    assert_eq!(hashes[0], hashes[1]);
+}
+
+#[test]
+fn an_abandoned_gradient() {
+    one_bad_step(&config(), ErrorKind::Abandoned, Some("tied"), |engine, small| {
+        let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+        pass.enter(small.second).unwrap();
+        let back = pass.backward(small.second).unwrap();
+        drop(back.grad::<f32>(small.tied).unwrap());
+    });
+}
+
+#[test]
+fn an_abandoned_owned_gradient() {
+    one_bad_step(&config(), ErrorKind::Abandoned, Some("own"), |engine, small| {
+        let pass = engine.owned_pass(small.chunk, 0, true, Mode::Train).unwrap();
+        pass.enter(small.second).unwrap();
+        drop(pass.grad::<f32>(small.own).unwrap());
+        pass.leave(small.second).unwrap();
+    });
+}
+
+#[test]
+fn a_panic_in_the_middle_of_backward() {
+    one_bad_step(&config(), ErrorKind::Abandoned, Some("own"), |engine, small| {
+        let engine = &*engine;
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+            pass.enter(small.second).unwrap();
+            let back = pass.backward(small.second).unwrap();
+            let _gradient = back.grad::<f32>(small.own).unwrap();
+            std::panic::resume_unwind(Box::new("user code"));
+        }));
+        assert!(panicked.is_err());
+    });
+}
+
+#[test]
+fn a_non_finite_gradient_where_the_policy_is_error() {
+    one_bad_step(&config().on_nonfinite(OnNonFinite::Error), ErrorKind::NonFinite, Some("own"), |engine, small| {
+        let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+        pass.enter(small.second).unwrap();
+        small::write(&pass, small.second, &[small.own], f32::NAN);
+    });
+}
+
+#[test]
+fn a_parameter_without_gradient_where_the_policy_is_error() {
+    let config = config().unused(Unused::Error);
+    let errors = on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config.clone()).unwrap();
+        microbatch(&engine, &small, true, 0.25);
+        let error = engine.step().unwrap().outcome().unwrap_err();
+        engine.close().unwrap();
+        (error.kind(), error.rank(), error.parameter().map(str::to_owned))
+    });
+    assert!(errors.iter().all(|e| *e == (ErrorKind::Unused, Some(0), Some("other.weight".into()))), "{errors:?}");
+}
+
+#[test]
+fn weights_that_are_all_zero() {
+    on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config().average_by_weight(true)).unwrap();
+        microbatch(&engine, &small, true, 0.25);
+        engine.set_weight(0.0).unwrap();
+        assert_eq!(engine.step().unwrap().outcome().unwrap_err().kind(), ErrorKind::NoWeight);
+        microbatch(&engine, &small, true, 0.25);
+        engine.set_weight(engine.rank() as f64).unwrap();
+        assert!(engine.step().unwrap().outcome().unwrap().updated, "0 on some ranks is legal");
+        engine.close().unwrap();
+    });
+}
+
+#[test]
+fn learning_rate_schedules_stand_still_over_a_skipped_step() {
+    let rates = on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config().steps_in_flight(2)).unwrap();
+        engine.set_lr(GroupId::DEFAULT, Lr::schedule(|t| t as f64)).unwrap();
+        let mut handles = Vec::new();
+        for step in 0..5 {
+            microbatch(&engine, &small, true, if step == 2 { f32::NAN } else { 1.0 });
+            handles.push(engine.step().unwrap());
+        }
+        let outcomes: Vec<_> = handles.iter().map(|h| h.outcome().unwrap()).collect();
+        engine.close().unwrap();
+        outcomes.iter().filter(|o| o.updated).map(|o| o.learning_rates[0]).collect::<Vec<_>>()
+    });
+    assert!(rates.iter().all(|r| *r == [1.0, 2.0, 3.0, 4.0]), "{rates:?}");
+}
+
+#[test]
+fn a_wish_to_stop_reaches_every_rank_in_the_same_step() {
+    let stops = on_ranks(3, |rank| {
+        let (mut engine, small) = small::engine(rank, config()).unwrap();
+        let stops: Vec<bool> = (0..3)
+            .map(|step| {
+                if step == 1 && engine.rank() == 2 {
+                    engine.request_stop();
+                }
+                microbatch(&engine, &small, true, 1.0);
+                engine.step().unwrap().outcome().unwrap().stop
+            })
+            .collect();
+        engine.close().unwrap();
+        stops
+    });
+    assert!(stops.iter().all(|s| *s == [false, true, false]), "{stops:?}");
+}
+
+#[test]
+fn f16_training_recovers_once_the_dynamic_scale_has_backed_off_in_every_mode() {
+    let run = |overlap| {
+        on_ranks(2, |rank| {
+            let mut model = Model::new();
+            let chunk = model.chunk();
+            let unit = model.unit(chunk, "unit").unwrap();
+            let param = model.param(unit, "half", &[300], DType::F16).unwrap();
+            let config = config().overlap(overlap).scaler(ScalerKind::Dynamic);
+            let mut engine = Engine::new(rank, model, config, |_, out| out.fill_with(|i| i as f32 / 300.0)).unwrap();
+            let mut seen = Vec::new();
+            for step in 0..5 {
+                let scale = engine.loss_scale().unwrap();
+                let pass = engine.pass(chunk, 0, true, Mode::Train).unwrap();
+                pass.enter(unit).unwrap();
+                let overflow = step < 3 && engine.rank() == 1;
+                small::write(&pass, unit, &[param], if overflow { f32::INFINITY } else { 0.01 * scale });
+                let outcome = engine.step().unwrap().outcome().unwrap();
+                seen.push((outcome.updated, outcome.loss_scale.log2()));
+                assert!(outcome.grad_norm.is_none_or(|norm| (norm - 0.01 * 300_f64.sqrt()).abs() < 1e-6), "unscaled");
+            }
+            let hash = bits(&engine);
+            engine.close().unwrap();
+            (seen, hash)
+        })
+    };
+    let expected = vec![(false, 32.0), (false, 32.0), (false, 31.0), (true, 30.0), (true, 30.0)];
+    let none = run(Overlap::None);
+    assert_eq!(none[0].0, expected);
+    for overlap in [Overlap::None, Overlap::Chain, Overlap::Window] {
+        assert!(run(overlap).iter().all(|result| *result == none[0]), "{overlap:?}");
+    }
+}
