@@ -8,6 +8,8 @@
 //! ```text
 //! cargo bench --bench orchestration
 //! ```
+//! `cargo bench --bench orchestration -- orchestration/1000/window` runs one of them, for a profiler.
+//!
 //! Targets: at most 5 us up to 1 000 buckets, at most 10 us at 10 000. Environment: `GATHERFLOW_BENCH_ROUNDS` (default 15).
 #![allow(missing_docs)]
 
@@ -86,6 +88,7 @@ fn main() {
     }
     let rounds = setting("GATHERFLOW_BENCH_ROUNDS", 15);
     let mut table = Rounds::default();
+    let only = std::env::args().nth(1).filter(|argument| argument.starts_with("orchestration/"));
     for buckets in SIZES {
         let target = if buckets > 1_000 { 10.0 } else { 5.0 };
         let session = |overlap, driver| Runner::Session(NullRank::start(buckets, overlap, CREDITS, driver));
@@ -100,11 +103,15 @@ fn main() {
         let steps = (40_000 / buckets).clamp(4, 400);
         for round in 0..=rounds {
             for (mode, target, runner) in &mut runners {
+                let name = format!("orchestration/{buckets}/{mode}");
+                if only.as_ref().is_some_and(|only| *only != name) {
+                    continue;
+                }
                 let from = Instant::now();
                 (0..steps).for_each(|_| runner.step());
                 let per_bucket = from.elapsed().as_secs_f64() * 1e6 / f64::from(steps) / f64::from(buckets);
                 if round > 0 {
-                    table.put(format!("orchestration/{buckets}/{mode}"), *target, per_bucket);
+                    table.put(name, *target, per_bucket);
                 }
             }
         }
