@@ -4,7 +4,7 @@
 //! blocks: the thread must keep hearing deadlines. An actor that fails or panics is reported by ractor to the
 //! supervisor's shell, which poisons everything with that cause; if the thread itself ends, its guard does.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
@@ -25,6 +25,25 @@ use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, overdue}
 #[derive(Debug, Default)]
 pub(crate) struct Directory {
     addresses: OnceLock<Addresses>,
+    /// Letters so far.
+    posted: AtomicU64,
+}
+
+/// Looks for a letter before the actor thread parks; short, because whoever writes one may need this core.
+const SPINS: u32 = 64;
+
+impl Directory {
+    /// Called when the actor thread has nothing to do: an executor that is quick writes the next letter at once, and parking
+    /// and waking would cost both sides more than that takes.
+    fn linger(&self) {
+        let seen = self.posted.load(Ordering::Relaxed);
+        for _ in 0..SPINS {
+            if self.posted.load(Ordering::Relaxed) != seen {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -47,6 +66,7 @@ impl Post for Directory {
             Letter::Communicator(message) => drop(to.communicator.send_message(message)),
             Letter::Supervisor(message) => drop(to.supervisor.send_message(Watch::Said(message))),
         }
+        self.posted.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -225,8 +245,10 @@ impl ActorThread {
     ) -> Result<Self, Cause> {
         let rank = hands.control.rank();
         let failed = |reason: String| Arc::new(Failure::new(FailureKind::StartUp, rank, reason));
+        let idle = directory.clone();
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
+            .on_thread_park(move || idle.linger())
             .build()
             .map_err(|e| failed(format!("cannot start the actors' runtime: {e}")))?;
         let (started, start) = crossbeam_channel::bounded(1);
