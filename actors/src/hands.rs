@@ -63,8 +63,17 @@ pub(crate) struct Hands {
     pub(crate) control: Control,
     pub(crate) issued: Issued,
     pub(crate) outstanding: Mutex<VecDeque<Outstanding>>,
+    /// Kept from turn to turn, for all machines: the memory of two lists of actions.
+    pub(crate) lists: Mutex<Lists>,
     /// Tests leave out the waits of one edge, to see the checker find it.
     pub(crate) dropped_edge: Option<Edge>,
+}
+
+/// What a turn's machine has asked for, and what of it is being carried out.
+#[derive(Debug, Default)]
+pub(crate) struct Lists {
+    asked: Vec<Action>,
+    batch: Vec<Action>,
 }
 
 impl Hands {
@@ -153,20 +162,22 @@ impl Hands {
         self: &Arc<Self>,
         machine: &mut M,
         message: M::Msg,
-        actions: &mut Vec<Action>,
         issuer: Option<&mut Issuer>,
         post: &Arc<dyn Post>,
     ) -> Result<(), Cause> {
         let mut issuer = issuer;
         let mut next = Some(message);
-        let mut batch = Vec::new();
+        // Turns follow one another on one thread, so nobody waits for this lock.
+        let mut lists = self.lists.lock();
+        let Lists { asked, batch } = &mut *lists;
+        asked.clear();
         while let Some(message) = next.take() {
-            machine.on(message, actions).map_err(|e| self.wrong(&e))?;
-            while !actions.is_empty() {
-                std::mem::swap(actions, &mut batch);
+            machine.on(message, asked).map_err(|e| self.wrong(&e))?;
+            while !asked.is_empty() {
+                std::mem::swap(asked, batch);
                 for action in batch.drain(..) {
                     if let Some(feedback) = self.perform::<M>(action, issuer.as_deref_mut(), post)? {
-                        machine.on(feedback, actions).map_err(|e| self.wrong(&e))?;
+                        machine.on(feedback, asked).map_err(|e| self.wrong(&e))?;
                     }
                 }
             }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::action::{Action, Letter};
+use crate::action::Letter;
 use crate::hands::{Hands, Post};
 use crate::issuer::Issuer;
 use crate::machines::Machines;
@@ -18,7 +18,6 @@ use crate::supervisor::SupervisorMsg;
 struct Loop {
     machines: Machines,
     issuer: Issuer,
-    actions: Vec<Action>,
 }
 
 /// Delivers letters by running the machines at once.
@@ -41,22 +40,22 @@ impl Inline {
     }
 
     pub(crate) fn start(&self, machines: Machines, issuer: Issuer) {
-        *self.state.lock() = Some(Loop { machines, issuer, actions: Vec::new() });
+        *self.state.lock() = Some(Loop { machines, issuer });
     }
 
     fn deliver(&self, run: &mut Loop, letter: Letter, post: &Arc<dyn Post>) {
-        let (hands, actions) = (&self.hands, &mut run.actions);
+        let hands = &self.hands;
         let machines = &mut run.machines;
         let result = match letter {
             Letter::Bucket(bucket, message) => {
-                hands.turn(&mut machines.buckets[bucket.0 as usize], message, actions, None, post)
+                hands.turn(&mut machines.buckets[bucket.0 as usize], message, None, post)
             }
-            Letter::PreHook(message) => hands.turn(&mut machines.prehook, message, actions, None, post),
-            Letter::Optimizer(message) => hands.turn(&mut machines.optimizer, message, actions, None, post),
+            Letter::PreHook(message) => hands.turn(&mut machines.prehook, message, None, post),
+            Letter::Optimizer(message) => hands.turn(&mut machines.optimizer, message, None, post),
             Letter::Communicator(message) => {
-                hands.turn(&mut machines.communicator, message, actions, Some(&mut run.issuer), post)
+                hands.turn(&mut machines.communicator, message, Some(&mut run.issuer), post)
             }
-            Letter::Supervisor(message) => hands.turn(&mut machines.supervisor, message, actions, None, post),
+            Letter::Supervisor(message) => hands.turn(&mut machines.supervisor, message, None, post),
         };
         if let Err(cause) = result {
             self.queue.lock().push_back(Letter::Supervisor(SupervisorMsg::Failed(cause)));

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use gatherflow_kernels::{Cause, Failure, FailureKind, clock};
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
 
-use crate::action::{Action, Letter, Machine};
+use crate::action::{Letter, Machine};
 use crate::bucket::{Bucket, BucketMsg};
 use crate::communicator::CommunicatorMsg;
 use crate::hands::{Hands, Post};
@@ -76,12 +76,11 @@ struct Running<M: Machine> {
     hands: Arc<Hands>,
     post: Arc<dyn Post>,
     issuer: Option<Issuer>,
-    actions: Vec<Action>,
 }
 
 impl<M: Machine> Running<M> {
     fn turn(&mut self, message: M::Msg) -> Result<(), Cause> {
-        self.hands.turn(&mut self.machine, message, &mut self.actions, self.issuer.as_mut(), &self.post)
+        self.hands.turn(&mut self.machine, message, self.issuer.as_mut(), &self.post)
     }
 }
 
@@ -306,7 +305,7 @@ async fn spawn_all(
 ) -> Result<(ActorRef<Watch>, tokio::task::JoinHandle<()>), String> {
     let post: Arc<dyn Post> = directory.clone();
     fn running<M: Machine>(machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
-        Running { machine, hands: hands.clone(), post: post.clone(), issuer: None, actions: Vec::new() }
+        Running { machine, hands: hands.clone(), post: post.clone(), issuer: None }
     }
     fn shell<M: Machine>() -> Shell<M> {
         Shell(std::marker::PhantomData)

@@ -144,6 +144,7 @@ fn start(
         control: control.clone(),
         issued: Issued::default(),
         outstanding: Mutex::default(),
+        lists: Mutex::default(),
         dropped_edge: config.dropped_edge,
     });
     let (post, actors): (Arc<dyn Post>, _) = match config.driver {
