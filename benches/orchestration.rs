@@ -59,21 +59,38 @@ impl EngineRank {
     }
 
     fn step(&mut self) -> Result<(), gatherflow::Error> {
-        let pass = self.engine.pass(self.chunk, 0, true, Mode::Train)?;
-        for (unit, _) in &self.units {
-            pass.enter(*unit)?;
+        {
+            let pass = self.engine.pass(self.chunk, 0, true, Mode::Train)?;
+            for (unit, _) in &self.units {
+                pass.enter(*unit)?;
+            }
+            for (unit, param) in self.units.iter().rev() {
+                let back = pass.backward(*unit)?;
+                back.grad::<f32>(*param)?.complete();
+                back.leave()?;
+            }
         }
-        for (unit, param) in self.units.iter().rev() {
-            let back = pass.backward(*unit)?;
-            back.grad::<f32>(*param)?.complete();
-            back.leave()?;
-        }
-        drop(pass);
         self.engine.step()?.outcome().map(drop)
     }
 }
 
+/// Starts a runner of so many buckets.
+type Start = fn(u32) -> Runner;
+
+/// The modes, and how each starts.
+const MODES: [(&str, Start); 5] = [
+    ("window", |buckets| Runner::session(buckets, Overlap::Window, Driver::Actors)),
+    ("none", |buckets| Runner::session(buckets, Overlap::None, Driver::Actors)),
+    ("window-loop", |buckets| Runner::session(buckets, Overlap::Window, Driver::Inline)),
+    ("none-loop", |buckets| Runner::session(buckets, Overlap::None, Driver::Inline)),
+    ("window-engine", |buckets| Runner::Engine(Box::new(EngineRank::start(buckets).expect("the null device starts")))),
+];
+
 impl Runner {
+    fn session(buckets: u32, overlap: Overlap, driver: Driver) -> Self {
+        Self::Session(NullRank::start(buckets, overlap, CREDITS, driver))
+    }
+
     fn step(&mut self) {
         match self {
             Self::Session(rank) => rank.step().expect("the null device does not fail"),
@@ -91,27 +108,20 @@ fn main() {
     let only = std::env::args().nth(1).filter(|argument| argument.starts_with("orchestration/"));
     for buckets in SIZES {
         let target = if buckets > 1_000 { 10.0 } else { 5.0 };
-        let session = |overlap, driver| Runner::Session(NullRank::start(buckets, overlap, CREDITS, driver));
-        let engine = EngineRank::start(buckets).expect("the null device starts");
-        let mut runners = [
-            ("window", Some(target), session(Overlap::Window, Driver::Actors)),
-            ("none", Some(target), session(Overlap::None, Driver::Actors)),
-            ("window-loop", None, session(Overlap::Window, Driver::Inline)),
-            ("none-loop", None, session(Overlap::None, Driver::Inline)),
-            ("window-engine", None, Runner::Engine(Box::new(engine))),
-        ];
+        let name = |mode: &str| format!("orchestration/{buckets}/{mode}");
+        let mut runners: Vec<(String, Option<f64>, Runner)> = MODES
+            .into_iter()
+            .filter(|(mode, _)| only.as_ref().is_none_or(|only| *only == name(mode)))
+            .map(|(mode, start)| (name(mode), (!mode.contains('-')).then_some(target), start(buckets)))
+            .collect();
         let steps = (40_000 / buckets).clamp(4, 400);
         for round in 0..=rounds {
-            for (mode, target, runner) in &mut runners {
-                let name = format!("orchestration/{buckets}/{mode}");
-                if only.as_ref().is_some_and(|only| *only != name) {
-                    continue;
-                }
+            for (name, target, runner) in &mut runners {
                 let from = Instant::now();
                 (0..steps).for_each(|_| runner.step());
                 let per_bucket = from.elapsed().as_secs_f64() * 1e6 / f64::from(steps) / f64::from(buckets);
                 if round > 0 {
-                    table.put(name, *target, per_bucket);
+                    table.put(name.as_str(), *target, per_bucket);
                 }
             }
         }
