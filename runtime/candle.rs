@@ -27,6 +27,9 @@
 //! - Everything runs on the calling thread. Candle's own matrix products do not: set `RAYON_NUM_THREADS=1` where ranks
 //!   share a machine.
 
+// Loops are compiled per instruction set only where they are inlined into the closure that is.
+#![allow(clippy::inline_always)]
+
 mod access;
 mod attention;
 mod boundary;

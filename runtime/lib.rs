@@ -86,3 +86,8 @@ pub use owned::OwnedPass;
 pub use pass::{Back, Mode, Pass, UnitGuard};
 pub use ranks::{Rank, Ranks};
 pub use report::Report;
+
+/// The README's example is a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -169,8 +169,42 @@ pub enum Action {
     Publish(Publication),
     /// Tell the other ranks. Supervisor only.
     Announce(crate::control::ControlMsg),
+    /// Tell one other rank. Supervisor only.
+    Tell {
+        /// Whom.
+        to: usize,
+        /// What.
+        message: crate::control::ControlMsg,
+    },
     /// End everything with this cause. Supervisor only.
     Poison(gatherflow_kernels::Cause),
+}
+
+/// Names an actor, where one fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ActorName {
+    /// The actor of one bucket.
+    Bucket(BucketId),
+    /// The forward pre-hook.
+    PreHook,
+    /// The optimizer.
+    Optimizer,
+    /// The communicator.
+    Communicator,
+    /// The supervisor.
+    Supervisor,
+}
+
+impl std::fmt::Display for ActorName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Bucket(bucket) => write!(f, "bucket actor of bucket {}", bucket.0),
+            Self::PreHook => f.write_str("pre-hook actor"),
+            Self::Optimizer => f.write_str("optimizer actor"),
+            Self::Communicator => f.write_str("communicator actor"),
+            Self::Supervisor => f.write_str("supervisor actor"),
+        }
+    }
 }
 
 /// A message that the state does not allow (rule V1).

@@ -3,8 +3,8 @@
 //! For ranks of one process it is shared memory: one board per rank with what others may look at, and one inbox per rank
 //! into which peers put messages. A message that comes before its rank has started waits in the inbox.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use gatherflow_kernels::{Cause, CollectiveKey, DeviceError, Failure, FailureKind, Link, LocalWorld, Place};
@@ -56,10 +56,18 @@ pub struct Board {
     pub progress: AtomicU64,
     /// How many collectives it has issued.
     pub issued: AtomicU64,
+    /// 1 + the newest collective that its reduce stream has begun, as [`gatherflow_kernels::Device::begun`] says it.
+    pub begun_reduce: AtomicU64,
+    /// The same of its gather stream.
+    pub begun_gather: AtomicU64,
     /// Its supervisor's last heartbeat, on the clock of [`gatherflow_kernels::clock`].
     pub alive_ns: AtomicU64,
     /// It closed or dropped its engine.
     pub left: AtomicBool,
+    /// 1 + the first collective that it issued and, having left, will never finish; 0 while there is none.
+    pub abandoned: AtomicU64,
+    /// A drill: it is dead, and says nothing more.
+    vanished: AtomicBool,
 }
 
 /// Takes the messages of one rank.
@@ -89,7 +97,6 @@ pub type Agreement = Vec<(String, String)>;
 #[derive(Debug, Default)]
 struct Meeting {
     brought: Vec<Option<Arc<Agreement>>>,
-    failed: Option<Cause>,
 }
 
 /// The control path of one process.
@@ -99,6 +106,8 @@ struct Hub {
     inboxes: Vec<Mutex<Inbox>>,
     meeting: Mutex<Meeting>,
     met: Condvar,
+    /// The job's first cause.
+    first: OnceLock<Cause>,
 }
 
 /// One rank's place: its transport's world and its end of the control path. Not `Clone`: a place is taken once.
@@ -124,8 +133,9 @@ impl Ranks {
         let hub = Arc::new(Hub {
             boards: (0..ranks).map(|_| Board::default()).collect(),
             inboxes: (0..ranks).map(|_| Mutex::new(Inbox::Waiting(Vec::new()))).collect(),
-            meeting: Mutex::new(Meeting { brought: vec![None; ranks], failed: None }),
+            meeting: Mutex::new(Meeting { brought: vec![None; ranks] }),
             met: Condvar::new(),
+            first: OnceLock::new(),
         });
         Ok((0..ranks).map(|rank| Seat { world: world.clone(), hub: hub.clone(), rank, taken: false }).collect())
     }
@@ -197,15 +207,42 @@ impl Control {
         &self.hub.boards
     }
 
+    /// The job's first cause: of all failures on all ranks the one that came here first, which is what everyone gets. Two
+    /// ranks that fail at the same moment agree on one of the two.
+    pub fn first_cause(&self, cause: &Cause) -> Cause {
+        if self.vanished() {
+            return cause.clone();
+        }
+        let first = self.hub.first.get_or_init(|| cause.clone()).clone();
+        self.wake_meeting();
+        first
+    }
+
+    /// The job's first cause, once there is one.
+    pub fn failed(&self) -> Option<Cause> {
+        self.hub.first.get().filter(|_| !self.vanished()).cloned()
+    }
+
+    /// Whoever waits at the meeting looks again.
+    fn wake_meeting(&self) {
+        drop(self.hub.meeting.lock());
+        self.hub.met.notify_all();
+    }
+
     /// Tells every other rank. One that has gone hears nothing.
     pub fn tell_others(&self, message: &ControlMsg) {
+        if self.vanished() {
+            return;
+        }
         for peer in (0..self.ranks()).filter(|peer| *peer != self.rank) {
             self.tell(peer, message.clone());
         }
     }
 
-    fn tell(&self, peer: usize, message: ControlMsg) {
-        let deliver = match &mut *self.hub.inboxes[peer].lock() {
+    /// Tells one rank. One that has gone, or that never was, hears nothing.
+    pub fn tell(&self, peer: usize, message: ControlMsg) {
+        let Some(inbox) = self.hub.inboxes.get(peer).filter(|_| !self.vanished()) else { return };
+        let deliver = match &mut *inbox.lock() {
             Inbox::Gone => return,
             Inbox::Waiting(messages) => return messages.push(message),
             Inbox::Open(deliver) => deliver.clone(),
@@ -222,13 +259,20 @@ impl Control {
         }
     }
 
+    /// A drill: from now on this rank is as dead as a killed process.
+    pub(crate) fn vanish(&self) {
+        self.board().vanished.store(true, Ordering::SeqCst);
+    }
+
+    fn vanished(&self) -> bool {
+        self.board().vanished.load(Ordering::SeqCst)
+    }
+
     /// This rank goes: its inbox closes and the others hear of it, once.
     pub fn leave(&self) {
         *self.hub.inboxes[self.rank].lock() = Inbox::Gone;
-        if !self.board().left.swap(true, Ordering::SeqCst) {
-            // Whoever waits at the meeting must see it.
-            drop(self.hub.meeting.lock());
-            self.hub.met.notify_all();
+        if !self.vanished() && !self.board().left.swap(true, Ordering::SeqCst) {
+            self.wake_meeting();
             self.tell_others(&ControlMsg::Left { from: self.rank });
         }
     }
@@ -244,8 +288,8 @@ impl Control {
         meeting.brought[self.rank] = Some(Arc::new(agreement));
         self.hub.met.notify_all();
         loop {
-            if let Some(cause) = &meeting.failed {
-                return Err(cause.clone());
+            if let Some(cause) = self.failed() {
+                return Err(cause);
             }
             let missing = (0..self.ranks()).find(|rank| meeting.brought[*rank].is_none());
             let failure = match missing {
@@ -267,10 +311,8 @@ impl Control {
                     Failure::new(FailureKind::Deadline, rank, message)
                 }
             };
-            let cause = Arc::new(failure);
-            meeting.failed = Some(cause.clone());
-            self.hub.met.notify_all();
-            return Err(cause);
+            drop(meeting);
+            return Err(self.first_cause(&Arc::new(failure)));
         }
     }
 }

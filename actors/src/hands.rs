@@ -4,17 +4,19 @@
 //! until it asks for nothing more. The ractor shells and the inline loop differ only in how messages are delivered.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gatherflow_kernels::{
     Cause, CollectiveKey, CollectiveKind, Comm, Device, DeviceError, Event, Failure, FailureKind, StreamId, Work, clock,
 };
 use parking_lot::Mutex;
 
-use crate::action::{Action, After, Edge, Letter, Machine, WrongTransition};
+use crate::action::{Action, ActorName, After, Edge, Letter, Machine, WrongTransition};
 use crate::bucket::BucketMsg;
-use crate::control::Control;
+use crate::control::{Control, ControlMsg};
+use crate::drill::{Drill, Fault};
 use crate::face::Face;
 use crate::issuer::Issuer;
 use crate::lowering::Lowering;
@@ -65,8 +67,11 @@ pub(crate) struct Hands {
     pub(crate) outstanding: Mutex<VecDeque<Outstanding>>,
     /// Kept from turn to turn, for all machines: the memory of two lists of actions.
     pub(crate) lists: Mutex<Lists>,
+    /// The session ends its actors: from now on their end is no failure.
+    pub(crate) stopping: AtomicBool,
     /// Tests leave out the waits of one edge, to see the checker find it.
     pub(crate) dropped_edge: Option<Edge>,
+    pub(crate) drill: Option<Drill>,
 }
 
 /// What a turn's machine has asked for, and what of it is being carried out.
@@ -124,7 +129,17 @@ impl Hands {
         trim(&mut outstanding);
     }
 
-    /// The oldest collective that is not over, and since when it is outstanding.
+    /// The device has been poisoned because this rank leaves: peers learn what it issued and will never finish.
+    pub(crate) fn abandon(&self) {
+        let mut outstanding = self.outstanding.lock();
+        trim(&mut outstanding);
+        if let Some(first) = outstanding.front() {
+            self.control.board().abandoned.store(first.key.seq + 1, Ordering::SeqCst);
+        }
+    }
+
+    /// The oldest collective that is not over, and since when it is waited for: since it was issued, or since the one before
+    /// it was over, whichever is later.
     pub(crate) fn oldest_outstanding(&self) -> Option<(CollectiveKey, u64)> {
         let mut outstanding = self.outstanding.lock();
         trim(&mut outstanding);
@@ -147,18 +162,75 @@ impl Hands {
         })
     }
 
-    /// Ends everything on this rank with this cause.
-    pub(crate) fn poison(&self, cause: &Cause) {
-        tracing::error!(target: "gatherflow::supervisor", rank = self.control.rank(), %cause, "poisoned");
-        self.device.poison(cause.clone());
-        self.face.fail(cause);
+    /// Ends everything on this rank with the job's first cause, which this one is unless another came before it.
+    pub(crate) fn poison(&self, cause: &Cause) -> Cause {
+        let first = self.control.first_cause(cause);
+        tracing::error!(target: "gatherflow::supervisor", rank = self.control.rank(), %cause, %first, "poisoned");
+        self.device.poison(first.clone());
+        self.face.fail(&first);
+        first
     }
 
-    /// Gives a machine one message and carries out what it asks for.
+    /// Ends everything on every rank, and returns the job's first cause. For whoever cannot rely on the supervisor.
+    pub(crate) fn fail(&self, cause: &Cause) -> Cause {
+        let first = self.poison(cause);
+        self.control.tell_others(&ControlMsg::Failed(first.clone()));
+        first
+    }
+
+    /// Gives a machine one message and carries out what it asks for. A panic is caught: it fails the turn.
     ///
     /// # Errors
     /// The failure of this turn; the caller tells the supervisor.
     pub(crate) fn turn<M: Machine>(
+        self: &Arc<Self>,
+        name: ActorName,
+        machine: &mut M,
+        message: M::Msg,
+        issuer: Option<&mut Issuer>,
+        post: &Arc<dyn Post>,
+    ) -> Result<(), Cause> {
+        let turn = AssertUnwindSafe(|| {
+            if let Some(drill) = &self.drill
+                && self.drilled(drill, name)?
+            {
+                return Ok(());
+            }
+            self.take_turn(machine, message, issuer, post)
+        });
+        // What a panic left half done is never used again: the failure poisons this rank.
+        catch_unwind(turn).unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+            Err(self.actor_failure(name, &format!("panicked: {}", text.unwrap_or("without a message"))))
+        })
+    }
+
+    fn actor_failure(&self, name: ActorName, what: &str) -> Cause {
+        let failure = Failure::new(FailureKind::Actor, self.control.rank(), format!("the {name} {what}"));
+        Arc::new(match name {
+            ActorName::Bucket(bucket) => failure.in_bucket(bucket.0),
+            _ => failure,
+        })
+    }
+
+    /// What the drill says to a message: whether nobody hears it.
+    fn drilled(&self, drill: &Drill, name: ActorName) -> Result<bool, Cause> {
+        if drill.thread_ends() {
+            return Ok(true);
+        }
+        match drill.ask(name) {
+            Fault::Nothing => return Ok(false),
+            Fault::Fail(reason) => return Err(self.actor_failure(name, &format!("failed: {reason}"))),
+            Fault::Panic(text) => panic!("{text}"),
+            Fault::EndThread => {}
+            Fault::Vanish => self.control.vanish(),
+        }
+        drill.end_thread();
+        Ok(true)
+    }
+
+    fn take_turn<M: Machine>(
         self: &Arc<Self>,
         machine: &mut M,
         message: M::Msg,
@@ -220,13 +292,14 @@ impl Hands {
                 }
             }
             Action::WhenVerdict { event, step } => {
-                let (report, post) = (self.lowering.report().clone(), post.clone());
+                let (report, post, rank) = (self.lowering.report().clone(), post.clone(), self.control.rank());
                 let notify = move |ended: Result<(), Cause>| match (ended, report.get()) {
                     (Ok(()), Some(report)) => {
                         post.post(Letter::Optimizer(OptimizerMsg::Verdict { step, report: Box::new(report) }));
                     }
                     (Ok(()), None) => {
-                        let failure = Failure::new(FailureKind::Device, 0, "the verdict left no report").at_step(step);
+                        let failure =
+                            Failure::new(FailureKind::Device, rank, "the verdict left no report").at_step(step);
                         post.post(Letter::Supervisor(SupervisorMsg::Failed(Arc::new(failure))));
                     }
                     (Err(cause), _) => post.post(Letter::Supervisor(SupervisorMsg::Failed(cause))),
@@ -239,14 +312,22 @@ impl Hands {
             }
             Action::Publish(publication) => self.face.publish(publication),
             Action::Announce(message) => self.control.tell_others(&message),
-            Action::Poison(cause) => self.poison(&cause),
+            Action::Tell { to, message } => self.control.tell(to, message),
+            Action::Poison(cause) => drop(self.poison(&cause)),
         }
         Ok(None)
     }
 }
 
+/// Forgets what is over. That is progress: the next one is waited for from now on.
 fn trim(outstanding: &mut VecDeque<Outstanding>) {
+    let before = outstanding.len();
     while outstanding.front().is_some_and(|o| o.event.as_ref().is_some_and(Event::is_done)) {
         outstanding.pop_front();
+    }
+    if outstanding.len() < before
+        && let Some(next) = outstanding.front_mut()
+    {
+        next.since_ns = clock::now_ns();
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::action::Letter;
+use crate::action::{ActorName, Letter};
 use crate::hands::{Hands, Post};
 use crate::issuer::Issuer;
 use crate::machines::Machines;
@@ -48,14 +48,20 @@ impl Inline {
         let machines = &mut run.machines;
         let result = match letter {
             Letter::Bucket(bucket, message) => {
-                hands.turn(&mut machines.buckets[bucket.0 as usize], message, None, post)
+                let (name, machine) = (ActorName::Bucket(bucket), &mut machines.buckets[bucket.0 as usize]);
+                hands.turn(name, machine, message, None, post)
             }
-            Letter::PreHook(message) => hands.turn(&mut machines.prehook, message, None, post),
-            Letter::Optimizer(message) => hands.turn(&mut machines.optimizer, message, None, post),
+            Letter::PreHook(message) => hands.turn(ActorName::PreHook, &mut machines.prehook, message, None, post),
+            Letter::Optimizer(message) => {
+                hands.turn(ActorName::Optimizer, &mut machines.optimizer, message, None, post)
+            }
             Letter::Communicator(message) => {
-                hands.turn(&mut machines.communicator, message, Some(&mut run.issuer), post)
+                let (name, issuer) = (ActorName::Communicator, Some(&mut run.issuer));
+                hands.turn(name, &mut machines.communicator, message, issuer, post)
             }
-            Letter::Supervisor(message) => hands.turn(&mut machines.supervisor, message, None, post),
+            Letter::Supervisor(message) => {
+                hands.turn(ActorName::Supervisor, &mut machines.supervisor, message, None, post)
+            }
         };
         if let Err(cause) = result {
             self.queue.lock().push_back(Letter::Supervisor(SupervisorMsg::Failed(cause)));

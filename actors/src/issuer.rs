@@ -3,10 +3,11 @@
 //! Whether it may is the communicator's property. Where it cannot, collectives are issued inline and nothing here runs. A
 //! call that is stuck keeps its thread and what it holds; nobody waits for it.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crossbeam_channel::Sender;
-use gatherflow_kernels::{CollectiveKey, Comm, DeviceError, Event, clock};
+use gatherflow_kernels::{CollectiveKey, Comm, DeviceError, Event, Failure, FailureKind, clock};
 
 use crate::action::{After, Letter};
 use crate::communicator::CommunicatorMsg;
@@ -38,13 +39,18 @@ impl Issuer {
             .name(format!("gf-issue-{}", comm.rank()))
             .spawn(move || {
                 for (key, after) in requests {
-                    match hands.issue(&mut comm, key, &after) {
+                    let issue = AssertUnwindSafe(|| hands.issue(&mut comm, key, &after).map_err(|e| hands.failure(&e)));
+                    let issued = catch_unwind(issue).unwrap_or_else(|_| {
+                        let message = format!("the issuing thread panicked while it issued the {key}");
+                        Err(Arc::new(Failure::new(FailureKind::Collective, hands.control.rank(), message)))
+                    });
+                    match issued {
                         Ok(event) => {
                             hands.note_issued(key, &event);
                             post.post(Letter::Communicator(CommunicatorMsg::Issued { key, event }));
                         }
-                        Err(error) => {
-                            post.post(Letter::Supervisor(SupervisorMsg::Failed(hands.failure(&error))));
+                        Err(cause) => {
+                            post.post(Letter::Supervisor(SupervisorMsg::Failed(cause)));
                             return;
                         }
                     }

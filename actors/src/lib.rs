@@ -23,6 +23,8 @@ pub mod action;
 pub mod bucket;
 pub mod communicator;
 pub mod control;
+#[doc(hidden)]
+pub mod drill;
 pub mod face;
 mod hands;
 mod inline;
@@ -38,7 +40,7 @@ pub mod session;
 mod shell;
 pub mod supervisor;
 
-pub use action::{Edge, StepOutcome};
+pub use action::{ActorName, Edge, StepOutcome};
 pub use control::{Ranks, Seat};
 pub use optimizer::{Group, LrRow};
 pub use prehook::{Credits, Overlap};

@@ -4,6 +4,7 @@ use gatherflow_kernels::Event;
 
 use crate::bucket::Bucket;
 use crate::communicator::Communicator;
+use crate::drill::Drill;
 use crate::lowering::Lowering;
 use crate::optimizer::Optimizer;
 use crate::plan::Plan;
@@ -35,7 +36,11 @@ impl Machines {
         let order = plan.gather_order();
         let wire = lowering.wire();
         let bytes: Vec<u64> = order.iter().map(|bucket| wire[bucket.0 as usize].gather_bytes).collect();
-        let sequence = Sequence::new(order.to_vec(), wire, lowering.small_bytes(), first_seq);
+        let mut issued = order.to_vec();
+        if let Some((first, second)) = config.drill.as_ref().and_then(Drill::swapped) {
+            issued.swap(first, second);
+        }
+        let sequence = Sequence::new(issued, wire, lowering.small_bytes(), first_seq);
         let bucket = |b: &crate::plan::BucketPlan| {
             Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone())
         };

@@ -8,6 +8,8 @@
 //! Hears from the executor (demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
 //! communicator (drain) and the supervisor (peer demand). Says to the buckets: gather, in gather order, each once a version.
 
+use std::collections::BTreeMap;
+
 use crate::action::{Action, Letter, Machine, Publication, WrongTransition};
 use crate::plan::BucketId;
 use crate::supervisor::SupervisorMsg;
@@ -57,6 +59,13 @@ pub enum PreHookMsg {
         /// A prefix of the gather order.
         demanded: u32,
     },
+    /// Executor: a future is pending on the first `demanded` gathers of `version`. Nobody waits on the ones before it.
+    Awaited {
+        /// Which version.
+        version: u64,
+        /// A prefix of the gather order.
+        demanded: u32,
+    },
 }
 
 /// How gathers overlap with the forward pass.
@@ -84,7 +93,7 @@ pub struct Credits {
 struct Demand {
     /// By units that the executor has entered.
     entered: u32,
-    /// By peers, flushes and drains.
+    /// By peers, futures, flushes and drains.
     forced: u32,
 }
 
@@ -103,10 +112,11 @@ pub struct PreHook {
     open: bool,
     let_go: u32,
     demand: Demand,
-    /// Demand for the version after this one, heard before its step finished.
-    early: Demand,
+    /// Demand for later versions, heard before their steps finished: executors are ahead by up to the steps in flight.
+    early: BTreeMap<u64, Demand>,
     waited: u32,
-    announced: u32,
+    /// `(version, demanded)` of the newest announcement.
+    announced: (u64, u32),
     issued: u32,
 
     peak_ahead_bytes: u64,
@@ -135,9 +145,9 @@ impl PreHook {
             open: false,
             let_go: 0,
             demand: Demand::default(),
-            early: Demand::default(),
+            early: BTreeMap::new(),
             waited: 0,
-            announced: 0,
+            announced: (0, 0),
             issued: 0,
 
             peak_ahead_bytes: 0,
@@ -169,15 +179,12 @@ impl PreHook {
         }
     }
 
-    /// Remembers a demand; `false` if it is for a version whose gathers are all let go or that is over.
+    /// Remembers a demand; `true` if it is for this version.
     fn note(&mut self, version: u64, entered: u32, forced: u32) -> bool {
-        let slot = if version == self.version {
-            &mut self.demand
-        } else if version == self.version + 1 {
-            &mut self.early
-        } else {
+        if version < self.version {
             return false;
-        };
+        }
+        let slot = if version == self.version { &mut self.demand } else { self.early.entry(version).or_default() };
         slot.entered = slot.entered.max(entered);
         slot.forced = slot.forced.max(forced);
         version == self.version
@@ -244,15 +251,13 @@ impl Machine for PreHook {
                 self.let_go = 0;
                 self.issued = 0;
                 self.waited = 0;
-                self.announced = 0;
-                self.demand = std::mem::take(&mut self.early);
+                self.demand = self.early.remove(&version).unwrap_or_default();
                 self.let_go(self.demand.entered > 0, actions);
             }
             PreHookMsg::Demand { version, demanded, announce } => {
-                if announce && self.announces && demanded > self.announced && version >= self.version {
-                    if version == self.version {
-                        self.announced = demanded;
-                    }
+                let newest = version >= self.version && (version, demanded) > self.announced;
+                if announce && self.announces && newest {
+                    self.announced = (version, demanded);
                     actions.push(Action::Send(Letter::Supervisor(SupervisorMsg::Demanded { version, demanded })));
                 }
                 if self.note(version, demanded, 0) {
@@ -265,7 +270,7 @@ impl Machine for PreHook {
                     self.let_go(true, actions);
                 }
             }
-            PreHookMsg::PeerDemand { version, demanded } => {
+            PreHookMsg::PeerDemand { version, demanded } | PreHookMsg::Awaited { version, demanded } => {
                 if self.note(version, 0, demanded.min(self.total())) {
                     self.let_go(false, actions);
                 }

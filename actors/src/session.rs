@@ -7,8 +7,8 @@
 mod executor;
 mod start;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gatherflow_kernels::verdict::{HostVerdict, ScalerRule, VerdictRule};
@@ -16,6 +16,7 @@ use gatherflow_kernels::{BufRange, Cause, Device, Event, StreamId};
 use parking_lot::Mutex;
 
 use crate::action::Edge;
+use crate::drill::Drill;
 use crate::face::Face;
 use crate::hands::{Hands, Post};
 use crate::lowering::BucketMemory;
@@ -74,6 +75,9 @@ pub struct SessionConfig {
     /// Tests leave out the waits of one edge, to see the checker find it.
     #[doc(hidden)]
     pub dropped_edge: Option<Edge>,
+    /// Tests let something go wrong.
+    #[doc(hidden)]
+    pub drill: Option<Drill>,
 }
 
 /// What the executor says with `step`.
@@ -142,7 +146,8 @@ pub struct Session {
     /// Chain mode: `(version, gathers waited for)`.
     chain: Mutex<(u64, u32)>,
     recorder: Recorder,
-    closed: std::sync::atomic::AtomicBool,
+    /// How it was closed.
+    closed: OnceLock<Result<(), Cause>>,
 }
 
 impl Session {
@@ -210,7 +215,7 @@ impl Session {
 
     /// Times of the steps that are over, each once. After [`Session::close`] the last one too.
     pub fn take_times(&self) -> Vec<StepTimes> {
-        let all = self.closed.load(Ordering::SeqCst);
+        let all = self.closed.get().is_some();
         self.recorder.take(self.hands.device.as_ref(), all)
     }
 
@@ -229,13 +234,13 @@ impl Session {
     }
 
     /// Flushes: demands all gathers, waits for them and for all outcomes, and ends the actors. Peers wait in it for each
-    /// other, so call it on every rank. Repeatable.
+    /// other, so call it on every rank. Repeatable: it then says the same again.
     ///
     /// # Errors
     /// The first cause if something failed; the threads are ended all the same.
     pub fn close(&self) -> Result<(), Cause> {
-        if self.closed.load(Ordering::SeqCst) {
-            return Ok(());
+        if let Some(result) = self.closed.get() {
+            return result.clone();
         }
         let result = self.check().and_then(|()| {
             let steps = self.steps();
@@ -244,23 +249,27 @@ impl Session {
             }
             self.all_ready()
         });
-        self.closed.store(true, Ordering::SeqCst);
+        // Of two threads that close, the first to be done decides.
+        let _ = self.closed.set(result.clone());
         self.stop();
         result
     }
 
     fn stop(&self) {
-        self.hands.control.leave();
-        if let Some(mut actors) = self.actors.lock().take() {
+        self.hands.stopping.store(true, Ordering::SeqCst);
+        let actors = self.actors.lock().take();
+        if let Some(mut actors) = actors {
             actors.stop();
         }
+        self.hands.control.leave();
     }
 }
 
 impl Drop for Session {
-    /// Issues nothing and never panics. Without a close before it, peers learn that this rank left.
+    /// Issues nothing and never panics. Without a close before it, peers that wait for this rank learn that it left, and
+    /// what it will never finish. The actors end first: what the poison does to open events is then nobody's failure.
     fn drop(&mut self) {
-        if self.closed.load(Ordering::SeqCst) {
+        if self.closed.get().is_some() {
             return;
         }
         let rank = self.rank();
@@ -269,7 +278,13 @@ impl Drop for Session {
             rank,
             format!("the engine of rank {rank} was dropped without `close`"),
         );
+        self.hands.stopping.store(true, Ordering::SeqCst);
+        let actors = self.actors.lock().take();
+        if let Some(mut actors) = actors {
+            actors.stop();
+        }
         self.hands.device.poison(Arc::new(failure));
-        self.stop();
+        self.hands.abandon();
+        self.hands.control.leave();
     }
 }

@@ -8,16 +8,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
-use gatherflow_kernels::{Cause, Failure, FailureKind, clock};
+use gatherflow_kernels::{Cause, CollectiveKind, Failure, FailureKind, clock};
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
 
-use crate::action::{Letter, Machine};
+use crate::action::{ActorName, Letter, Machine};
 use crate::bucket::{Bucket, BucketMsg};
 use crate::communicator::CommunicatorMsg;
+use crate::drill::Drill;
 use crate::hands::{Hands, Post};
 use crate::issuer::Issuer;
 use crate::machines::Machines;
 use crate::optimizer::OptimizerMsg;
+use crate::plan::BucketId;
 use crate::prehook::PreHookMsg;
 use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, overdue};
 
@@ -72,6 +74,7 @@ impl Post for Directory {
 
 /// The state of one shell.
 struct Running<M: Machine> {
+    name: ActorName,
     machine: M,
     hands: Arc<Hands>,
     post: Arc<dyn Post>,
@@ -80,7 +83,7 @@ struct Running<M: Machine> {
 
 impl<M: Machine> Running<M> {
     fn turn(&mut self, message: M::Msg) -> Result<(), Cause> {
-        self.hands.turn(&mut self.machine, message, self.issuer.as_mut(), &self.post)
+        self.hands.turn(self.name, &mut self.machine, message, self.issuer.as_mut(), &self.post)
     }
 }
 
@@ -133,6 +136,15 @@ impl WatchState {
         let hands = &self.running.hands;
         let now = clock::now_ns();
         hands.control.board().alive_ns.store(now, Ordering::Relaxed);
+        // The newest collective that each of the two streams has begun, for whoever has to say who is late.
+        let (streams, own) = (hands.streams, hands.control.board());
+        own.begun_reduce.store(hands.device.begun(streams.reduce), Ordering::Relaxed);
+        own.begun_gather.store(hands.device.begun(streams.gather), Ordering::Relaxed);
+        // Another rank failed, and its word may still be on its way, or lost. Or the device did, and nobody waits for it.
+        if let Some(first) = hands.control.failed().or_else(|| hands.device.failed()) {
+            return Some(first);
+        }
+        let (key, since) = hands.oldest_outstanding()?;
         let boards = hands.control.boards();
         let mut views = Vec::with_capacity(boards.len());
         for (board, seen) in boards.iter().zip(&mut self.progress) {
@@ -142,12 +154,16 @@ impl WatchState {
             }
             views.push(PeerView {
                 issued: board.issued.load(Ordering::SeqCst),
+                begun: match key.kind {
+                    CollectiveKind::Gather => board.begun_gather.load(Ordering::Relaxed),
+                    _ => board.begun_reduce.load(Ordering::Relaxed),
+                },
                 left: board.left.load(Ordering::SeqCst),
+                abandoned: board.abandoned.load(Ordering::SeqCst).checked_sub(1),
                 progress_ns: seen.1,
                 alive_ns: board.alive_ns.load(Ordering::Relaxed),
             });
         }
-        let (key, since) = hands.oldest_outstanding()?;
         overdue(&self.deadlines, now, &key, since, hands.control.rank(), &views).map(Arc::new)
     }
 }
@@ -168,6 +184,7 @@ impl Actor for Watching {
         state: &mut WatchState,
     ) -> Result<(), ActorProcessingErr> {
         let said = match message {
+            Watch::Said(_) | Watch::Tick if state.running.hands.stopping.load(Ordering::SeqCst) => None,
             Watch::Said(said) => Some(said),
             Watch::Tick => state.look().map(SupervisorMsg::Failed),
             Watch::Stop => {
@@ -179,7 +196,8 @@ impl Actor for Watching {
         if let Some(said) = said
             && let Err(cause) = state.running.turn(said)
         {
-            state.running.hands.poison(&cause);
+            // The supervisor itself failed: nobody is left who would tell the others.
+            state.running.hands.fail(&cause);
         }
         Ok(())
     }
@@ -190,18 +208,20 @@ impl Actor for Watching {
         event: SupervisionEvent,
         state: &mut WatchState,
     ) -> Result<(), ActorProcessingErr> {
-        if let SupervisionEvent::ActorFailed(_, error) = event {
-            let failure = match error.downcast::<Failure>() {
+        let hands = state.running.hands.clone();
+        let failure = |what: String| Failure::new(FailureKind::Actor, hands.control.rank(), what);
+        let failure = match event {
+            SupervisionEvent::ActorFailed(_, error) => match error.downcast::<Failure>() {
                 Ok(failure) => *failure,
-                Err(other) => {
-                    let rank = state.running.hands.control.rank();
-                    Failure::new(FailureKind::Actor, rank, format!("an actor panicked: {other}"))
-                }
-            };
-            let said = SupervisorMsg::Failed(Arc::new(failure));
-            if let Err(cause) = state.running.turn(said) {
-                state.running.hands.poison(&cause);
+                Err(other) => failure(format!("an actor panicked: {other}")),
+            },
+            SupervisionEvent::ActorTerminated(..) if !hands.stopping.load(Ordering::SeqCst) => {
+                failure("an actor ended without being told to".into())
             }
+            _ => return Ok(()),
+        };
+        if let Err(cause) = state.running.turn(SupervisorMsg::Failed(Arc::new(failure))) {
+            hands.fail(&cause);
         }
         Ok(())
     }
@@ -214,19 +234,20 @@ pub(crate) struct ActorThread {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Poisons when the actor thread ends for whatever reason before it was told to.
+/// Fails all ranks when the actor thread ends for whatever reason before it was told to.
 struct Guard(Arc<Hands>);
 
 impl Drop for Guard {
     fn drop(&mut self) {
         let rank = self.0.control.rank();
-        let cause = Arc::new(Failure::new(FailureKind::Closed, rank, "the engine was closed"));
-        let cause = if std::thread::panicking() {
-            Arc::new(Failure::new(FailureKind::Actor, rank, "the actor thread panicked"))
+        let failure = |kind, message| Arc::new(Failure::new(kind, rank, message));
+        if std::thread::panicking() {
+            self.0.fail(&failure(FailureKind::Actor, "the actor thread panicked"));
+        } else if self.0.stopping.load(Ordering::SeqCst) {
+            self.0.face.fail(&failure(FailureKind::Closed, "the engine was closed"));
         } else {
-            cause
-        };
-        self.0.face.fail(&cause);
+            self.0.fail(&failure(FailureKind::Actor, "the actor thread ended"));
+        }
     }
 }
 
@@ -265,12 +286,20 @@ impl ActorThread {
                             let mut joined = std::pin::pin!(joined);
                             loop {
                                 tokio::select! {
-                                    _ = ticks.tick() => drop(supervisor.send_message(Watch::Tick)),
+                                    _ = ticks.tick() => {
+                                        if thread_hands.drill.as_ref().is_some_and(Drill::thread_ends) {
+                                            break;
+                                        }
+                                        drop(supervisor.send_message(Watch::Tick));
+                                    }
                                     _ = &mut joined => break,
                                 }
                             }
                         }
-                        Err(error) => drop(started.send(Err(error))),
+                        Err(error) => {
+                            thread_hands.stopping.store(true, Ordering::SeqCst);
+                            drop(started.send(Err(error)));
+                        }
                     }
                 });
                 drop(guard);
@@ -283,7 +312,7 @@ impl ActorThread {
         }
     }
 
-    /// Stops the actors and joins the thread.
+    /// Stops the actors and joins the thread. The hands know that they are stopping.
     pub(crate) fn stop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         if let Some(to) = self.directory.addresses.get() {
@@ -304,32 +333,31 @@ async fn spawn_all(
     deadlines: Deadlines,
 ) -> Result<(ActorRef<Watch>, tokio::task::JoinHandle<()>), String> {
     let post: Arc<dyn Post> = directory.clone();
-    fn running<M: Machine>(machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
-        Running { machine, hands: hands.clone(), post: post.clone(), issuer: None }
+    fn running<M: Machine>(name: ActorName, machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
+        Running { name, machine, hands: hands.clone(), post: post.clone(), issuer: None }
     }
     fn shell<M: Machine>() -> Shell<M> {
         Shell(std::marker::PhantomData)
     }
     let text = |e: ractor::SpawnErr| format!("cannot start an actor: {e}");
     let watch = WatchState {
-        running: running(machines.supervisor, hands, &post),
+        running: running(ActorName::Supervisor, machines.supervisor, hands, &post),
         deadlines,
         progress: vec![(0, clock::now_ns()); hands.control.ranks()],
     };
     let (supervisor, joined) = Actor::spawn(None, Watching, watch).await.map_err(text)?;
     let parent = || supervisor.get_cell();
     let mut buckets = Vec::with_capacity(machines.buckets.len());
-    for bucket in machines.buckets {
-        let (address, _) = Actor::spawn_linked(None, shell::<Bucket>(), running(bucket, hands, &post), parent())
-            .await
-            .map_err(text)?;
+    for (index, bucket) in machines.buckets.into_iter().enumerate() {
+        let running = running(ActorName::Bucket(BucketId::from_index(index)), bucket, hands, &post);
+        let (address, _) = Actor::spawn_linked(None, shell::<Bucket>(), running, parent()).await.map_err(text)?;
         buckets.push(address);
     }
-    let (prehook, _) =
-        Actor::spawn_linked(None, shell(), running(machines.prehook, hands, &post), parent()).await.map_err(text)?;
-    let (optimizer, _) =
-        Actor::spawn_linked(None, shell(), running(machines.optimizer, hands, &post), parent()).await.map_err(text)?;
-    let mut communicator = running(machines.communicator, hands, &post);
+    let prehook = running(ActorName::PreHook, machines.prehook, hands, &post);
+    let (prehook, _) = Actor::spawn_linked(None, shell(), prehook, parent()).await.map_err(text)?;
+    let optimizer = running(ActorName::Optimizer, machines.optimizer, hands, &post);
+    let (optimizer, _) = Actor::spawn_linked(None, shell(), optimizer, parent()).await.map_err(text)?;
+    let mut communicator = running(ActorName::Communicator, machines.communicator, hands, &post);
     communicator.issuer = Some(issuer);
     let (communicator, _) = Actor::spawn_linked(None, shell(), communicator, parent()).await.map_err(text)?;
     let addresses = Addresses { buckets, prehook, optimizer, communicator, supervisor: supervisor.clone() };

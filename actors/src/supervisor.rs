@@ -56,6 +56,8 @@ pub struct Supervisor {
     ranks: usize,
     poisoned: Option<Cause>,
     own: VecDeque<Shown>,
+    /// 1 + the step of the newest own digest.
+    shown: u64,
     /// Peers' digests of steps that this rank has not reached.
     early: Vec<(usize, u64, u64)>,
     /// Peers' histories, until this rank has its own.
@@ -65,7 +67,7 @@ pub struct Supervisor {
 impl Supervisor {
     /// The supervisor of one rank.
     pub fn new(rank: usize, ranks: usize) -> Self {
-        Self { rank, ranks, poisoned: None, own: VecDeque::new(), early: Vec::new(), histories: Vec::new() }
+        Self { rank, ranks, poisoned: None, own: VecDeque::new(), shown: 0, early: Vec::new(), histories: Vec::new() }
     }
 
     /// The first cause, once there is one.
@@ -85,13 +87,14 @@ impl Supervisor {
     }
 
     fn compare(&mut self, peer: usize, step: u64, digest: u64, actions: &mut Vec<Action>) {
-        let Some(index) = self.own.iter().position(|shown| shown.step == step) else {
-            self.early.push((peer, step, digest));
-            return;
-        };
-        let own = &mut self.own[index];
+        if step >= self.shown {
+            return self.early.push((peer, step, digest));
+        }
+        // A digest that is no longer kept was agreed on, or a later one will tell: it covers the steps before it.
+        let Some(own) = self.own.iter_mut().find(|shown| shown.step == step) else { return };
         if own.digest != digest {
-            actions.push(Action::Announce(ControlMsg::History { from: self.rank, step, entries: own.history.clone() }));
+            let entries = own.history.clone();
+            actions.push(Action::Tell { to: peer, message: ControlMsg::History { from: self.rank, step, entries } });
             return;
         }
         own.agreed += 1;
@@ -101,25 +104,39 @@ impl Supervisor {
     }
 
     fn compare_history(&mut self, peer: usize, step: u64, theirs: &Arc<[CollectiveKey]>, actions: &mut Vec<Action>) {
-        let Some(own) = self.own.iter().find(|shown| shown.step == step) else {
-            self.histories.push((peer, step, theirs.clone()));
-            return;
+        if step >= self.shown {
+            return self.histories.push((peer, step, theirs.clone()));
+        }
+        let own = self.own.iter().find(|shown| shown.step == step);
+        let mine: &[CollectiveKey] = own.map_or(&[], |shown| &shown.history);
+        // The lower rank first: both sides then say the same.
+        let failure = if self.rank < peer {
+            first_mismatch(self.rank, mine, peer, theirs, step)
+        } else {
+            first_mismatch(peer, theirs, self.rank, mine, step)
         };
-        let failure = first_mismatch(self.rank, &own.history, peer, theirs, step);
         self.poison(Arc::new(failure), true, actions);
     }
 }
 
+/// Own digests kept for peers that have not shown theirs. Peers are never so far behind, since every step has collectives
+/// of all ranks; where they have none (the null device), the next digest covers what was dropped.
+const KEPT: usize = 16;
+
 /// Names the first entry in which two histories differ.
 fn first_mismatch(rank: usize, mine: &[CollectiveKey], peer: usize, theirs: &[CollectiveKey], step: u64) -> Failure {
-    // Histories may be cut at the front; line them up by sequence number.
-    let from = mine.first().map_or(0, |key| key.seq).max(theirs.first().map_or(0, |key| key.seq));
+    // Histories may be cut at the front, or gone on one side; line them up by sequence number.
+    let first = |history: &[CollectiveKey]| history.first().map_or(u64::MAX, |key| key.seq);
+    let from = first(mine).max(first(theirs));
     let (mut a, mut b) = (mine.iter().filter(|k| k.seq >= from), theirs.iter().filter(|k| k.seq >= from));
     loop {
         let (left, right) = (a.next(), b.next());
         if left.is_none() && right.is_none() {
-            let message =
-                format!("ranks {rank} and {peer} issued different collectives before the last {} entries", mine.len());
+            let message = format!(
+                "the digests of ranks {rank} and {peer} differ, but not their last {} collectives: they differ in \
+                     what came before, or a digest was damaged",
+                mine.len()
+            );
             return Failure::new(FailureKind::OrderMismatch, rank, message).at_step(step);
         }
         if left != right {
@@ -150,6 +167,10 @@ impl Machine for Supervisor {
             SupervisorMsg::Digest { step, digest, history } => {
                 if self.ranks == 1 {
                     return Ok(());
+                }
+                self.shown = step + 1;
+                if self.own.len() == KEPT {
+                    self.own.pop_front();
                 }
                 self.own.push_back(Shown { step, digest, history: history.into(), agreed: 0 });
                 actions.push(Action::Announce(ControlMsg::Digest { from: self.rank, step, digest }));
@@ -214,8 +235,12 @@ impl Deadlines {
 pub struct PeerView {
     /// Collectives it has issued.
     pub issued: u64,
+    /// 1 + the newest collective that its stream for this kind has begun; `u64::MAX` where nobody can tell.
+    pub begun: u64,
     /// It closed or dropped its engine.
     pub left: bool,
+    /// The first collective that it issued and, having left, will never finish.
+    pub abandoned: Option<u64>,
     /// When it last made progress, on this rank's clock.
     pub progress_ns: u64,
     /// Its last heartbeat.
@@ -224,8 +249,10 @@ pub struct PeerView {
 
 /// Judges the oldest collective of this rank that is not over: `None` while everything is within its deadline.
 ///
-/// Tells apart (CASES row 24): a peer that has not issued it, a peer that fell silent or left, and a collective that
-/// everybody issued and that does not finish.
+/// `issued_ns` is when it was issued here, or later, when the one before it was over. `peers` has this rank too.
+///
+/// Tells apart (CASES row 24): a rank that has not issued it, a peer that fell silent or left, a rank whose stream has not
+/// started it, and a collective that everybody started and that does not finish.
 pub fn overdue(
     deadlines: &Deadlines,
     now_ns: u64,
@@ -246,12 +273,14 @@ pub fn overdue(
     let past = |since: u64, limit: Duration| u128::from(now_ns.saturating_sub(since)) > limit.as_nanos();
     let mut all_issued = true;
     for (peer, view) in peers.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-        if view.issued > key.seq {
+        let issued = view.issued > key.seq;
+        if issued && !view.abandoned.is_some_and(|first| view.left && first <= key.seq) {
             continue;
         }
         all_issued = false;
         if view.left {
-            let message = format!("rank {peer} left; rank {rank} waits for it in the {key}, which it never issued");
+            let what = if issued { "issued but did not finish" } else { "never issued" };
+            let message = format!("rank {peer} left; rank {rank} waits for it in the {key}, which it {what}");
             return failure(FailureKind::RankLost, peer, message);
         }
         if past(view.alive_ns.max(issued_ns), deadlines.silence) {
@@ -270,13 +299,28 @@ pub fn overdue(
             return failure(FailureKind::Deadline, peer, message);
         }
     }
-    let last_progress = peers.iter().map(|view| view.progress_ns).max().unwrap_or(0);
-    if all_issued && past(last_progress.max(issued_ns), deadlines.collective) {
+    if !past(issued_ns, deadlines.collective) {
+        return None;
+    }
+    let seconds = deadlines.collective.as_secs_f64();
+    if peers.get(rank).is_some_and(|own| own.issued <= key.seq) {
         let message = format!(
-            "every rank issued the {key} but it did not finish within {:.1} s (deadline `collective`)",
-            deadlines.collective.as_secs_f64()
+            "rank {rank} has not issued the {key}: its issuing thread is stuck for {seconds:.1} s (deadline `collective`)"
         );
         return failure(FailureKind::Deadline, rank, message);
     }
-    None
+    let last_progress = peers.iter().map(|view| view.progress_ns).max().unwrap_or(0);
+    if !all_issued || !past(last_progress, deadlines.collective) {
+        return None;
+    }
+    if let Some(late) = peers.iter().position(|view| view.begun <= key.seq) {
+        let message = format!(
+            "every rank issued the {key} but rank {late} has not started it within {seconds:.1} s (deadline \
+             `collective`): the work before it is stuck"
+        );
+        return failure(FailureKind::Deadline, late, message);
+    }
+    let message =
+        format!("every rank started the {key} but it did not finish within {seconds:.1} s (deadline `collective`)");
+    failure(FailureKind::Deadline, rank, message)
 }

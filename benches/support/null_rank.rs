@@ -98,5 +98,6 @@ fn config(overlap: Overlap, credits: u32, driver: Driver) -> SessionConfig {
         start_params: StartParams::Broadcast,
         driver,
         dropped_edge: None,
+        drill: None,
     }
 }

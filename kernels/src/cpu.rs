@@ -83,7 +83,7 @@ impl CpuDevice {
     }
 
     fn submit(&self, on: StreamId, work: Work) -> Result<(), DeviceError> {
-        if on == EXECUTOR { self.state.run(&work) } else { self.send(on, Item::Work(work)) }
+        if on == EXECUTOR { self.state.run(None, &work) } else { self.send(on, Item::Work(work)) }
     }
 
     fn try_record(&self, on: StreamId) -> Result<Event, DeviceError> {
@@ -186,6 +186,14 @@ impl Device for CpuDevice {
 
     fn poison(&self, cause: Cause) {
         self.state.poison(&cause);
+    }
+
+    fn failed(&self) -> Option<Cause> {
+        self.state.failed().cloned()
+    }
+
+    fn begun(&self, on: StreamId) -> u64 {
+        self.lane(on).map_or(u64::MAX, |(lane, _)| self.state.lanes[lane].begun.load(Ordering::Acquire))
     }
 
     fn drain_spans(&self, into: &mut Vec<Span>) {

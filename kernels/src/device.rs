@@ -154,6 +154,15 @@ pub trait Device: Send + Sync + std::fmt::Debug {
     /// wins.
     fn poison(&self, cause: Cause);
 
+    /// The first cause, once the device has failed or was poisoned.
+    fn failed(&self) -> Option<Cause>;
+
+    /// 1 + the sequence number of the newest collective that has begun on this stream (it may still wait for peers);
+    /// 0 before the first. A device that cannot tell says `u64::MAX`.
+    fn begun(&self, _on: StreamId) -> u64 {
+        u64::MAX
+    }
+
     /// Moves the spans of the collectives that ended since the last call into `into`.
     fn drain_spans(&self, into: &mut Vec<Span>);
 

@@ -249,6 +249,10 @@ impl Device for NullDevice {
         let _ = self.poison.set(cause);
     }
 
+    fn failed(&self) -> Option<Cause> {
+        self.poison.get().cloned()
+    }
+
     fn drain_spans(&self, _: &mut Vec<Span>) {}
 
     fn log(&self) -> Option<Arc<NullLog>> {

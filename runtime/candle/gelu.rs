@@ -5,7 +5,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use super::simd::{exp, simd};
 use super::storage::{elements, output, tensor, with_elements};
 
-const SLOPE: f32 = 1.595_769_1;
+const SLOPE: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
 /// GELU of every element, in its tanh form; agrees with candle's `gelu` to f32 rounding and costs a fraction of it.

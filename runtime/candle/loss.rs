@@ -54,7 +54,9 @@ impl CustomOp1 for CrossEntropy {
                     let (top, sum) = softmax(row);
                     total += f64::from(sum).ln() + f64::from(top) - f64::from(score);
                     row[target] -= 1.0;
-                    row.iter_mut().for_each(|value| *value *= share);
+                    for value in row {
+                        *value *= share;
+                    }
                 }
             },
         );

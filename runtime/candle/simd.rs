@@ -101,6 +101,8 @@ pub(super) fn softmax(row: &mut [f32]) -> (f32, f32) {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::float_cmp)]
+
     use super::*;
 
     #[test]

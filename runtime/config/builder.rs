@@ -125,6 +125,11 @@ impl Config {
         self.overlap
     }
 
+    /// The learning rate of groups that do not set their own.
+    pub fn learning_rate(&self) -> f64 {
+        self.lr
+    }
+
     /// The emulated link, if there is one.
     pub fn link(&self) -> Option<Link> {
         self.emulate

@@ -176,5 +176,6 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
         start_params: config.start_params,
         driver: Driver::Actors,
         dropped_edge: None,
+        drill: None,
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 
-use gatherflow_kernels::{Cause, Event, Failure, FailureKind, Mark, clock};
+use gatherflow_kernels::{Cause, Event, EventStatus, Failure, FailureKind, Mark, clock};
 
 use super::{Session, StepRequest};
 use crate::action::{Edge, Letter, StepOutcome};
@@ -66,10 +66,13 @@ impl Session {
         }
         let Some(event) = self.face.ready(bucket).at(version) else {
             self.ask(version, demanded);
+            self.post.post(Letter::PreHook(PreHookMsg::Awaited { version, demanded }));
             return Poll::Pending;
         };
-        if event.is_done() {
-            return Poll::Ready(Ok(()));
+        match event.status() {
+            EventStatus::Done => return Poll::Ready(Ok(())),
+            EventStatus::Failed(cause) => return Poll::Ready(Err(self.ended(cause))),
+            EventStatus::Pending => {}
         }
         self.ask(version, demanded);
         let waker = waker.clone();
@@ -199,16 +202,19 @@ impl Session {
     }
 
     fn await_fact(&self, fact: &Fact, version: u64, what: &dyn Fn() -> String) -> Result<Event, Cause> {
-        self.face.wait_for_fact(fact, version, self.backstop(), what)
+        let fact = self.face.wait_for_fact(fact, version, self.backstop(), what);
+        fact.map_err(|cause| self.ended(cause))
+    }
+
+    /// Why a wait ended: the first cause. One that only this thread has seen so far ends everything on every rank.
+    fn ended(&self, cause: Cause) -> Cause {
+        self.face.failed().cloned().unwrap_or_else(|| self.hands.fail(&cause))
     }
 
     fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
         let waited = self.hands.wait(self.hands.streams.executor, edge, event);
-        waited.map_err(|error| {
-            let cause = self.hands.failure(&error);
-            // What the device says may be an effect; the face has the first cause.
-            self.face.failed().cloned().unwrap_or(cause)
-        })
+        // What the device says may be an effect.
+        waited.map_err(|error| self.ended(self.hands.failure(&error)))
     }
 
     /// Lets the executor's stream wait until a parameter's gradient may be written for this step (edge E6). Frozen
@@ -269,7 +275,8 @@ impl Session {
         if step - self.face.finished_steps().min(step) >= allowed {
             let from = clock::now_ns();
             let what = || format!("the outcome of step {}", step - allowed);
-            self.face.wait_for_steps(step + 1 - allowed, self.backstop(), &what)?;
+            let waited = self.face.wait_for_steps(step + 1 - allowed, self.backstop(), &what);
+            waited.map_err(|cause| self.ended(cause))?;
             self.recorder.waited(from, None);
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
@@ -326,7 +333,7 @@ impl Session {
         let what = || format!("the outcome of step {step}");
         let finished = self.face.wait_for_steps(step + 1, self.backstop(), &what);
         self.recorder.waited(from, None);
-        finished?;
+        finished.map_err(|cause| self.ended(cause))?;
         self.face.outcome(step).ok_or_else(|| self.no_outcome(step))
     }
 

@@ -1,7 +1,7 @@
 //! How a session starts: memory, initial parameters, agreement with the other ranks, masters, actors.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gatherflow_kernels::verdict::Scalars;
@@ -42,7 +42,8 @@ impl Session {
         options: OpenOptions,
         init: Init<'_>,
     ) -> Result<Arc<Self>, Cause> {
-        let session = start(&seat, plan, config, options, init)?;
+        // A rank that cannot start tells why, before it leaves its seat and is only missed.
+        let session = start(&seat, plan, config, options, init).map_err(|cause| seat.control().first_cause(&cause))?;
         seat.taken();
         Ok(session)
     }
@@ -145,7 +146,9 @@ fn start(
         issued: Issued::default(),
         outstanding: Mutex::default(),
         lists: Mutex::default(),
+        stopping: AtomicBool::new(false),
         dropped_edge: config.dropped_edge,
+        drill: config.drill.clone(),
     });
     let (post, actors): (Arc<dyn Post>, _) = match config.driver {
         Driver::Inline => {
@@ -190,7 +193,7 @@ fn start(
         steps: AtomicU64::new(0),
         chain: Mutex::new((0, 0)),
         recorder: Recorder::new(),
-        closed: AtomicBool::new(false),
+        closed: OnceLock::new(),
     }))
 }
 

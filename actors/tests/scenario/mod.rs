@@ -11,7 +11,7 @@ use gatherflow_actors::{
 };
 use gatherflow_kernels::null::{NullLog, Script, updated_report};
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
-use gatherflow_kernels::{Access, AccessMode, BufferId, DType, OpenOptions};
+use gatherflow_kernels::{Access, AccessMode, BufferId, Cause, DType, OpenOptions};
 
 /// A small generator with a fixed sequence for each seed.
 #[derive(Clone, Debug)]
@@ -228,6 +228,7 @@ impl Scenario {
             start_params: StartParams::Broadcast,
             driver,
             dropped_edge: self.dropped_edge,
+            drill: None,
         }
     }
 
@@ -268,11 +269,17 @@ impl Scenario {
     /// One rank's executor.
     pub fn execute(&self, session: &Session) {
         for step in 0..self.steps {
-            self.step(session, step);
+            self.step(session, step, &mut |_| {}).expect("no call fails");
         }
     }
 
-    fn step(&self, session: &Session, step: u64) {
+    /// One step of one rank's executor, up to the first call that fails. `before_call` hears how many calls came before.
+    pub fn step(&self, session: &Session, step: u64, before_call: &mut dyn FnMut(u64)) -> Result<(), Cause> {
+        let mut calls = 0;
+        let mut call = || {
+            before_call(calls);
+            calls += 1;
+        };
         let plan = session.plan().clone();
         let rank = session.rank() as u64;
         let touch = |range, mode| session.device().access(session.executor(), Access { range, mode });
@@ -280,13 +287,15 @@ impl Scenario {
         if let Some(seed) = self.forward_seed {
             Draw::new(seed ^ (step << 8) ^ rank).shuffle(&mut order);
         }
-        let read = |unit: u32| {
-            session.enter(UnitId(unit)).expect("enter");
+        let read = |unit: u32, call: &mut dyn FnMut()| {
+            call();
+            session.enter(UnitId(unit))?;
             for param in &plan.unit(UnitId(unit)).params {
                 touch(session.param_range(*param), AccessMode::Read);
             }
+            Ok::<(), Cause>(())
         };
-        order.iter().for_each(|unit| read(*unit));
+        order.iter().try_for_each(|unit| read(*unit, &mut call))?;
 
         // The same on every rank: which parameters get no gradient is decided by step alone.
         let mut draw = Draw::new(0xface ^ step);
@@ -301,16 +310,18 @@ impl Scenario {
                 if !used[index] {
                     continue;
                 }
-                session.gradient_free(*param).expect("free");
+                call();
+                session.gradient_free(*param)?;
                 touch(grad, AccessMode::Write);
                 if uses[index] == 0 {
                     let event = session.device().record(session.executor());
-                    session.gradient_complete(*param, event).expect("complete");
+                    call();
+                    session.gradient_complete(*param, event)?;
                 }
             }
         }
         if self.evaluate {
-            order.iter().for_each(|unit| read(*unit));
+            order.iter().try_for_each(|unit| read(*unit, &mut call))?;
         }
         let unwritten = plan.params().iter().filter(|p| p.trainable && !used[p.id.0 as usize]).map(|p| p.id);
         let request = StepRequest {
@@ -319,7 +330,8 @@ impl Scenario {
             unwritten: unwritten.collect(),
             unfinished: Vec::new(),
         };
-        session.step(request).expect("step");
+        call();
+        session.step(request).map(drop)
     }
 }
 

@@ -9,7 +9,7 @@
 use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -47,6 +47,8 @@ pub(super) struct Lane {
     pub(super) open: Mutex<VecDeque<Completer>>,
     /// Items that were sent and are not yet over.
     pub(super) outstanding: AtomicUsize,
+    /// 1 + the sequence number of the newest collective that has begun.
+    pub(super) begun: AtomicU64,
 }
 
 impl Lane {
@@ -94,10 +96,10 @@ impl State {
         self.transport.abort(cause);
     }
 
-    /// Runs work on this thread. What goes wrong, a panic included, poisons the device.
-    pub(super) fn run(&self, work: &Work) -> Result<(), DeviceError> {
+    /// Runs work on this thread, which is that of the lane if one is given. What goes wrong, a panic included, poisons the device.
+    pub(super) fn run(&self, lane: Option<&Lane>, work: &Work) -> Result<(), DeviceError> {
         self.check()?;
-        let result = catch_unwind(AssertUnwindSafe(|| self.try_run(work))).unwrap_or_else(|panic| {
+        let result = catch_unwind(AssertUnwindSafe(|| self.try_run(lane, work))).unwrap_or_else(|panic| {
             Err(DeviceError::BadWork { work: work.name(), reason: format!("panic: {}", panic_text(&*panic)) })
         });
         if let Err(error) = &result {
@@ -106,7 +108,7 @@ impl State {
         result
     }
 
-    fn try_run(&self, work: &Work) -> Result<(), DeviceError> {
+    fn try_run(&self, lane: Option<&Lane>, work: &Work) -> Result<(), DeviceError> {
         match self.before_work.as_ref().map_or(Inject::Nothing, |hook| (hook.0)(work)) {
             Inject::Nothing => {}
             Inject::Delay(time) => std::thread::sleep(time),
@@ -116,7 +118,12 @@ impl State {
         self.check()?;
         let mut holds = self.arena.hold_all(work)?;
         match work {
-            Work::Collective(collective) => self.collective(collective, &holds),
+            Work::Collective(collective) => {
+                if let Some(lane) = lane {
+                    lane.begun.store(collective.key.seq + 1, Ordering::Release);
+                }
+                self.collective(collective, &holds)
+            }
             work => execute(work, &mut holds),
         }
     }

@@ -101,7 +101,7 @@ fn serve(state: &State, lane: usize, queue: &Receiver<Item>) {
 fn take(state: &State, lane: usize, item: Item) {
     match item {
         // An error has poisoned the device already.
-        Item::Work(work) => drop(state.run(&work)),
+        Item::Work(work) => drop(state.run(Some(&state.lanes[lane]), &work)),
         Item::Wait(event) => {
             while state.failed().is_none() {
                 match event.wait_for(LOOK) {

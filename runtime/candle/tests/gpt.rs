@@ -172,7 +172,7 @@ fn backward_leaves_units_one_after_the_other_from_the_last_to_the_first() {
                 left.push(unit);
                 open = unit.wrapping_sub(1);
             }
-            other => panic!("{other:?} in backward"),
+            other @ Did::Entered(_) => panic!("{other:?} in backward"),
         }
     }
     assert_eq!(left, [7, 6, 5, 4, 3, 2, 1, 0]);

@@ -22,8 +22,10 @@ fn work_that_fails_or_panics_fails_the_device_and_not_the_process() {
         device.wait(gather, &behind).unwrap();
         device.enqueue(gather, copy(first, second)).unwrap();
         let elsewhere = device.record(gather);
+        assert!(device.failed().is_none());
         before.1.complete();
         let cause = failed(&behind);
+        assert_eq!(device.failed().as_ref(), Some(&cause));
         assert_eq!((cause.kind, cause.rank), (FailureKind::Device, 0));
         assert!(cause.message.contains("fill") && cause.message.contains(says), "{cause}");
         assert_eq!(failed(&elsewhere), cause);

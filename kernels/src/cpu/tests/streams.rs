@@ -187,3 +187,18 @@ fn twenty_gathers_of_five_milliseconds_take_a_hundred() {
     let begins = |spans: &[crate::Span]| spans.iter().map(|span| span.begin_ns).collect::<Vec<_>>();
     assert_eq!(begins(&spans[0]), begins(&spans[1]));
 }
+
+#[test]
+fn a_stream_tells_which_collective_it_has_begun() {
+    let (open, hook) = gate();
+    let world = LocalWorld::new(1, None).unwrap();
+    let Opened { device, mut comm } = opened(&world, 0, Some(hook));
+    let [reduce, gather] = [StreamKind::Reduce, StreamKind::Gather].map(|kind| device.stream(kind).unwrap());
+    let buffer = device.alloc(8, &[]).unwrap();
+    comm.issue(gather, all_gather(4, &buffer, 0, 1)).unwrap();
+    let event = device.record(gather);
+    assert_eq!(device.begun(gather), 0, "it is stuck before the collective");
+    drop(open);
+    done(&event);
+    assert_eq!((device.begun(gather), device.begun(reduce)), (5, 0));
+}

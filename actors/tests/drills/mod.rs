@@ -1,0 +1,233 @@
+//! Ranks as threads in which something goes wrong: how each of them ends, within a hard limit, and that nothing is left.
+#![allow(dead_code, unreachable_pub)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use gatherflow_actors::control::ControlMsg;
+use gatherflow_actors::drill::Drill;
+use gatherflow_actors::plan::{ParamId, Plan, UnitId};
+use gatherflow_actors::{Deadlines, Driver, Ranks, Seat, Session, SessionConfig, StepRequest};
+use gatherflow_kernels::cpu::BeforeWork;
+use gatherflow_kernels::null::{Script, updated_report};
+use gatherflow_kernels::{Cause, Failure, FailureKind, Lease, Link, OpenOptions};
+
+use crate::scenario::{Scenario, Shape};
+
+/// Nothing here takes longer; what does hangs.
+pub const LIMIT: Duration = Duration::from_secs(20);
+
+/// The deadlines of drills.
+pub const DEADLINES: Deadlines = Deadlines {
+    start_up: Duration::from_secs(5),
+    collective: Duration::from_millis(300),
+    silence: Duration::from_millis(500),
+};
+
+/// One rank's part in a run.
+#[derive(Clone, Default)]
+pub struct Part {
+    pub drill: Option<Drill>,
+    pub before_work: Option<BeforeWork>,
+    /// Called before each of the executor's calls with the step and the number of calls before it in this step.
+    pub before_call: Option<Arc<dyn Fn(u64, u64) + Send + Sync>>,
+    /// Drop the session before this call: `(step, calls before it)`.
+    pub leave_at: Option<(u64, u64)>,
+    /// Another model than the others.
+    pub plan: Option<Arc<Plan>>,
+    pub change: Option<fn(&mut SessionConfig)>,
+    /// This rank's seat stays where it is for so long, and nobody starts.
+    pub never_starts: Option<Duration>,
+    /// Tell the others a wrong digest of this step.
+    pub forges: Option<u64>,
+    pub fails_in_init: bool,
+    /// The step whose calls are running.
+    pub at_step: Arc<AtomicU64>,
+}
+
+/// How a rank ended.
+#[derive(Clone, Debug)]
+pub enum End {
+    /// Everything went well, close included.
+    Closed,
+    /// The first call that failed, and all after it, said this.
+    Failed(Cause),
+    /// It left in the middle, as it was told to.
+    Left,
+}
+
+impl End {
+    pub fn cause(&self) -> &Cause {
+        match self {
+            Self::Failed(cause) => cause,
+            other => panic!("the rank should have failed, but it ended as {other:?}"),
+        }
+    }
+}
+
+/// A small model: three buckets of one parameter each, three steps.
+pub fn scenario(ranks: usize) -> Scenario {
+    Scenario { shape: Shape::regular(ranks, 3, 1, 100, 100), steps: 3, credits: 1, ..Scenario::plain() }
+}
+
+/// Runs all ranks; `parts` has one entry per rank.
+pub fn run(label: &str, scenario: &Scenario, device: &'static str, parts: Vec<Part>) -> Vec<End> {
+    run_over(label, scenario, device, parts, DEADLINES, None)
+}
+
+/// As [`run`], with other deadlines and an emulated link.
+pub fn run_over(
+    label: &str,
+    scenario: &Scenario,
+    device: &'static str,
+    parts: Vec<Part>,
+    deadlines: Deadlines,
+    link: Option<Link>,
+) -> Vec<End> {
+    let plan = Arc::new(scenario.plan());
+    let seats = Ranks::local(parts.len(), link).expect("ranks");
+    let count = parts.len();
+    let (sender, ends) = channel();
+    for (seat, part) in seats.into_iter().zip(parts) {
+        let (scenario, sender) = (scenario.clone(), sender.clone());
+        let plan = part.plan.clone().unwrap_or_else(|| plan.clone());
+        std::thread::spawn(move || {
+            let rank = seat.rank();
+            let run = std::panic::AssertUnwindSafe(|| one_rank(&scenario, seat, &plan, device, &part, deadlines));
+            drop(sender.send((rank, std::panic::catch_unwind(run))));
+        });
+    }
+    drop(sender);
+    let deadline = Instant::now() + LIMIT;
+    let mut all: Vec<Option<End>> = vec![None; count];
+    while all.iter().any(Option::is_none) {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match ends.recv_timeout(left) {
+            Ok((rank, Ok(end))) => all[rank] = Some(end),
+            Ok((rank, Err(_))) => panic!("{label}: the user's thread of rank {rank} panicked"),
+            Err(_) => panic!("{label}: hangs; so far {all:?}"),
+        }
+    }
+    all.into_iter().flatten().collect()
+}
+
+fn one_rank(scenario: &Scenario, seat: Seat, plan: &Arc<Plan>, device: &str, part: &Part, deadlines: Deadlines) -> End {
+    if let Some(time) = part.never_starts {
+        std::thread::sleep(time);
+        return End::Left;
+    }
+    let mut config = SessionConfig { drill: part.drill.clone(), deadlines, ..scenario.config(Driver::Actors) };
+    if let Some(change) = part.change {
+        change(&mut config);
+    }
+    let skipped = scenario.skipped.clone();
+    let script = Script(Arc::new(move |step| {
+        let mut report = updated_report();
+        report.updated = !skipped.contains(&step);
+        report
+    }));
+    let options = OpenOptions {
+        script: Some(script),
+        device: device.into(),
+        before_work: part.before_work.clone(),
+        issue_on_thread: scenario.issue_on_thread,
+        wait_limit: LIMIT,
+        ..OpenOptions::default()
+    };
+    if let Some(step) = part.forges {
+        seat.control().tell_others(&ControlMsg::Digest { from: seat.rank(), step, digest: 7 });
+    }
+    let mut init = |_, _: &mut Lease| match part.fails_in_init {
+        true => Err(Arc::new(Failure::new(FailureKind::StartUp, 1, "no file"))),
+        false => Ok(()),
+    };
+    let session = match Session::start(seat, plan.clone(), config, options, &mut init) {
+        Ok(session) => session,
+        Err(cause) => return End::Failed(cause),
+    };
+    for step in 0..scenario.steps {
+        part.at_step.store(step, Ordering::SeqCst);
+        let left = std::cell::Cell::new(false);
+        let mut before_call = |calls: u64| {
+            if part.leave_at.is_some_and(|at| at <= (step, calls)) {
+                // The calls that follow must not be made: the session is gone for them.
+                left.set(true);
+                std::panic::resume_unwind(Box::new("left"));
+            }
+            if let Some(before_call) = &part.before_call {
+                before_call(step, calls);
+            }
+        };
+        let calls = std::panic::AssertUnwindSafe(|| scenario.step(&session, step, &mut before_call));
+        match std::panic::catch_unwind(calls) {
+            Ok(Ok(())) => {}
+            Ok(Err(cause)) => return failed(&session, cause),
+            Err(_) if left.get() => return End::Left,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+    match session.close() {
+        Ok(()) => End::Closed,
+        Err(cause) => failed(&session, cause),
+    }
+}
+
+/// Every call after a failure says the same.
+fn failed(session: &Session, cause: Cause) -> End {
+    let mut said = vec![
+        ("failed", session.failed().map_or(Ok(()), Err)),
+        ("enter", session.enter(UnitId(0))),
+        ("param_ready", session.param_ready(ParamId(0))),
+        ("all_ready", session.all_ready()),
+        ("gradient_free", session.gradient_free(ParamId(0))),
+        ("gradient_complete", session.gradient_complete(ParamId(0), session.device().record(session.executor()))),
+        ("step", session.step(StepRequest::default()).map(drop)),
+        ("close", session.close()),
+        ("enter after close", session.enter(UnitId(0))),
+    ];
+    if let Poll::Ready(ready) = session.poll_ready(ParamId(0), Waker::noop()) {
+        said.push(("poll_ready", ready));
+    } else {
+        panic!("poll_ready is pending after a failure");
+    }
+    for (call, result) in said {
+        assert_eq!(result.expect_err(call).to_string(), cause.to_string(), "{call}");
+    }
+    End::Failed(cause)
+}
+
+/// Threads of this process that belong to sessions.
+pub fn threads() -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").expect("linux").flatten();
+    tasks.filter(|t| std::fs::read_to_string(t.path().join("comm")).is_ok_and(|name| name.starts_with("gf-"))).count()
+}
+
+/// All threads of ended sessions are given back, within the limit.
+pub fn nothing_is_left(label: &str) {
+    let deadline = Instant::now() + LIMIT;
+    while threads() > 0 {
+        assert!(Instant::now() < deadline, "{label}: {} threads are left", threads());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// After whatever happened, new sessions in this process work.
+pub fn a_new_session_works(ranks: usize) {
+    let parts = vec![Part::default(); ranks];
+    let deadlines = Deadlines { start_up: LIMIT, collective: LIMIT, silence: LIMIT };
+    let ends = run_over("a new session", &scenario(ranks), "cpu", parts, deadlines, None);
+    assert!(ends.iter().all(|end| matches!(end, End::Closed)), "{ends:?}");
+    nothing_is_left("a new session");
+}
+
+/// Every rank failed, with the same cause; returns it.
+pub fn one_cause(label: &str, ends: &[End]) -> Cause {
+    let cause = ends[0].cause().clone();
+    for end in ends {
+        assert_eq!(end.cause().to_string(), cause.to_string(), "{label}");
+    }
+    cause
+}

@@ -1,0 +1,131 @@
+//! Flags, and the configuration that they make together with a file.
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use gatherflow::{Config, DType};
+
+/// Trains a byte-level GPT on text, with its parameters gathered under the forward pass.
+#[derive(Debug, Parser)]
+#[command(name = "train_gpt")]
+pub(crate) struct Options {
+    /// Number of ranks, each a thread [default: `ranks` of the configuration, else 2]
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) ranks: Option<usize>,
+    /// Optimizer steps
+    #[arg(long, value_name = "N", default_value_t = 850, value_parser = count)]
+    pub(crate) steps: usize,
+    /// Sequences per rank and microbatch
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = count)]
+    pub(crate) batch: usize,
+    /// Bytes in a sequence
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = count)]
+    pub(crate) seq: usize,
+    /// Layers, each of an attention and a feed-forward unit
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = count)]
+    pub(crate) layers: usize,
+    /// Width of the model
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = count)]
+    pub(crate) width: usize,
+    /// Number of tokens: every byte of the text must be below it
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = count)]
+    pub(crate) vocab: usize,
+    /// Element type of the parameters; f16 comes with a dynamic loss scaler
+    #[arg(long, default_value = "bf16", value_parser = dtypes())]
+    pub(crate) dtype: DType,
+    /// Microbatches per step
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count)]
+    pub(crate) accumulate: usize,
+    /// When parameters are gathered: none, chain or window [default: window]
+    #[arg(long, value_name = "MODE")]
+    overlap: Option<String>,
+    /// How many buckets gathers may run ahead, or `unlimited` [default: 3]
+    #[arg(long, value_name = "N")]
+    credits: Option<String>,
+    /// Close a bucket once it holds this many elements
+    #[arg(long, value_name = "ELEMENTS", conflicts_with = "num_buckets")]
+    bucket_size: Option<String>,
+    /// Cut into about this many buckets [default: 12]
+    #[arg(long, value_name = "N")]
+    num_buckets: Option<String>,
+    /// Reduce gradients during backward [default: true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    overlap_grad_reduce: Option<String>,
+    /// Emulate a link of this bandwidth and latency
+    #[arg(long, value_name = "1gbit,200us")]
+    emulate: Option<String>,
+    /// Seed of initial parameters and batches
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// A configuration file (`gatherflow --help` lists the keys); flags override it
+    #[arg(long, value_name = "FILE.toml")]
+    config: Option<PathBuf>,
+    /// The text to learn from [default: sources and documents of this repository]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) data: Option<PathBuf>,
+    /// Write the result to this file as one JSON object
+    #[arg(long, value_name = "OUT")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a whole number from 1".to_owned())
+}
+
+fn dtypes() -> impl TypedValueParser<Value = DType> {
+    PossibleValuesParser::new(["bf16", "f16", "f32"]).try_map(|name| DType::parse(&name).ok_or("unknown"))
+}
+
+impl Options {
+    /// The configuration of the file with the flags over it, and what this program prefers where neither says anything.
+    ///
+    /// # Errors
+    /// A sentence that names the file or the key.
+    pub(crate) fn config(&self) -> Result<Config, String> {
+        let mut config = self.file()?;
+        let ranks = self.ranks.map(|n| n.to_string());
+        let flags = [
+            ("ranks", &ranks),
+            ("overlap", &self.overlap),
+            ("credits", &self.credits),
+            ("bucket_size", &self.bucket_size),
+            ("num_buckets", &self.num_buckets),
+            ("overlap_grad_reduce", &self.overlap_grad_reduce),
+            ("emulate", &self.emulate),
+        ];
+        for (key, value) in flags {
+            if let Some(value) = value {
+                config.set(key, value).map_err(|e| e.to_string())?;
+            }
+        }
+        let mut prefer = |key: &str, value: &str| {
+            if config.is_explicit(key) { Ok(()) } else { config.set(key, value).map_err(|e| e.to_string()) }
+        };
+        prefer("betas", "[0.9, 0.95]")?;
+        prefer("lr", "0.002")?;
+        if self.dtype == DType::F16 {
+            prefer("scaler.kind", "dynamic")?;
+        }
+        if !config.is_explicit("bucket_size") && !config.is_explicit("num_buckets") {
+            config.set("num_buckets", "12").map_err(|e| e.to_string())?;
+        }
+        config.validate().map_err(|e| e.to_string())?;
+        Ok(config)
+    }
+
+    fn file(&self) -> Result<Config, String> {
+        let Some(path) = &self.config else { return Ok(Config::new()) };
+        let name = path.display();
+        let text = std::fs::read_to_string(path).map_err(|e| format!("cannot read the configuration {name}: {e}"))?;
+        let mut table: toml::Table = text.parse().map_err(|e| format!("{name}: {e}"))?;
+        // Bucket size and number exclude each other, so a flag for one overrides the other too.
+        if self.num_buckets.is_some() {
+            table.remove("bucket_size");
+        }
+        if self.bucket_size.is_some() {
+            table.remove("num_buckets");
+        }
+        Config::from_toml(&table.to_string()).map_err(|e| format!("{name}: {e}"))
+    }
+}

@@ -1,0 +1,217 @@
+//! All ranks together: their losses, the progress bar, and the result.
+
+use std::io::IsTerminal;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use gatherflow::{ErrorKind, Model, Overlap, Rank, Ranks};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+
+use crate::model::{Gpt, Shape};
+use crate::options::Options;
+use crate::rank::{Finished, Job, Stepped, Stopped, train};
+use crate::text::Text;
+
+/// Why there is no result.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// Something the user gave was refused.
+    Refused(String),
+    /// The run failed.
+    Broken(String),
+}
+
+/// Trains and reports.
+///
+/// # Errors
+/// [`Failure`].
+pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    let refused = |e: &dyn std::fmt::Display| Failure::Refused(e.to_string());
+    let config = options.config().map_err(Failure::Refused)?;
+    let text = Text::load(options.data.as_deref()).map_err(Failure::Refused)?;
+    text.check(options.seq, options.vocab).map_err(Failure::Refused)?;
+    let shape = Shape { layers: options.layers, width: options.width, vocab: options.vocab, seq: options.seq };
+    let mut model = Model::new();
+    let gpt = Gpt::register(&mut model, shape, options.dtype).map_err(|e| refused(&e))?;
+    let count = config.configured_ranks().unwrap_or(2);
+    let plan = model.plan(count, &config).map_err(|e| refused(&e))?;
+    let ranks = Ranks::with_config(count, &config).map_err(|e| refused(&e))?;
+    if let Some(path) = &options.json {
+        // Minutes of training must not end in a file that cannot be written.
+        std::fs::write(path, "").map_err(|e| Failure::Refused(format!("cannot write {}: {e}", path.display())))?;
+    }
+    eprintln!(
+        "{} parameters ({}) in {} buckets, {count} ranks, {} bytes of text",
+        model.params().iter().map(|p| p.numel).sum::<usize>(),
+        options.dtype,
+        plan.buckets().len(),
+        text.len()
+    );
+    let job = Job {
+        model,
+        gpt,
+        shape,
+        config,
+        text,
+        steps: options.steps,
+        batch: options.batch,
+        accumulate: options.accumulate,
+        seed: options.seed,
+    };
+    let result = together(&job, ranks)?;
+    result.print();
+    if let Some(path) = &options.json {
+        let object = format!("{:#}\n", result.json(options, &job, plan.buckets().len()));
+        std::fs::write(path, object).map_err(|e| Failure::Broken(format!("cannot write {}: {e}", path.display())))?;
+    }
+    Ok(())
+}
+
+struct Outcome {
+    /// Mean over ranks, of every step.
+    losses: Vec<f64>,
+    elapsed: Duration,
+    tokens_per_step: usize,
+    ranks: Vec<Finished>,
+}
+
+/// A thread for each rank; this one listens.
+fn together(job: &Job, ranks: Vec<Rank>) -> Result<Outcome, Failure> {
+    let tokens_per_step = ranks.len() * job.batch * job.shape.seq * job.accumulate;
+    let (sender, receiver) = channel();
+    let start = Instant::now();
+    let (losses, ended) = std::thread::scope(|scope| {
+        let count = ranks.len();
+        let threads: Vec<_> = ranks
+            .into_iter()
+            .map(|rank| {
+                let sender = sender.clone();
+                let name = format!("rank {}", rank.rank());
+                std::thread::Builder::new().name(name).spawn_scoped(scope, move || train(job, rank, &sender))
+            })
+            .collect();
+        drop(sender);
+        let losses = listen(&receiver, job.steps, count, tokens_per_step);
+        let ended: Vec<_> = threads
+            .into_iter()
+            .map(|thread| match thread.map(std::thread::ScopedJoinHandle::join) {
+                Ok(Ok(finished)) => finished.map_err(|e| failure(&e)),
+                Ok(Err(_)) => Err(Failure::Broken("a rank panicked".to_owned())),
+                Err(e) => Err(Failure::Broken(format!("cannot start a thread: {e}"))),
+            })
+            .collect();
+        (losses, ended)
+    });
+    let ranks = ended.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let hashes: Vec<u64> = ranks.iter().map(|rank| rank.params_hash).collect();
+    if hashes.windows(2).any(|pair| pair[0] != pair[1]) {
+        return Err(Failure::Broken(format!(
+            "the ranks ended with different parameters: their hashes are {hashes:x?}"
+        )));
+    }
+    Ok(Outcome { losses, elapsed: start.elapsed(), tokens_per_step, ranks })
+}
+
+/// Refused where the user gave something that the engine will not have.
+fn failure(stopped: &Stopped) -> Failure {
+    match stopped {
+        Stopped::Engine(error) if matches!(error.kind(), ErrorKind::Config | ErrorKind::Model) => {
+            Failure::Refused(stopped.to_string())
+        }
+        _ => Failure::Broken(stopped.to_string()),
+    }
+}
+
+/// Shows progress until all ranks have ended; the losses of all steps that all ranks took, means over ranks.
+fn listen(receiver: &Receiver<Stepped>, steps: usize, ranks: usize, tokens: usize) -> Vec<f64> {
+    let bar = ProgressBar::new(steps as u64);
+    let style = "{bar:30} {pos}/{len}  {msg}  {eta} left";
+    bar.set_style(ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()));
+    let lines = !std::io::stderr().is_terminal();
+    let (mut losses, mut sums) = (Vec::with_capacity(steps), vec![(0, 0.0); steps]);
+    let (mut exposed, mut start) = (0.0, None);
+    for stepped in receiver {
+        if stepped.rank == 0 {
+            exposed = stepped.exposed_ms;
+        }
+        let sum = &mut sums[stepped.step];
+        *sum = (sum.0 + 1, sum.1 + stepped.loss);
+        if sum.0 < ranks {
+            continue;
+        }
+        losses.push(sum.1 / ranks as f64);
+        // Rates leave out the first step, which includes the start of the engines.
+        let start = *start.get_or_insert_with(Instant::now);
+        let rate = (losses.len() - 1) as f64 * tokens as f64 / start.elapsed().as_secs_f64().max(1e-9);
+        let recent = tail_mean(&losses);
+        let message = format!("loss {recent:.3}  {rate:.0} tokens/s  exposed {exposed:.1} ms");
+        if lines && (losses.len() == steps || losses.len().is_multiple_of((steps / 10).max(1))) {
+            eprintln!("step {}/{steps}  {message}", losses.len());
+        }
+        bar.set_message(message);
+        bar.set_position(losses.len() as u64);
+    }
+    bar.finish_and_clear();
+    losses
+}
+
+/// Mean of the last ten.
+fn tail_mean(losses: &[f64]) -> f64 {
+    let tail = &losses[losses.len().saturating_sub(10)..];
+    tail.iter().sum::<f64>() / tail.len().max(1) as f64
+}
+
+impl Outcome {
+    fn first_loss(&self) -> f64 {
+        self.losses.first().copied().unwrap_or(f64::NAN)
+    }
+
+    fn tokens_per_s(&self) -> f64 {
+        self.losses.len() as f64 * self.tokens_per_step as f64 / self.elapsed.as_secs_f64()
+    }
+
+    fn print(&self) {
+        println!(
+            "loss {:.3} -> {:.3} in {} steps, {:.0} s, {:.0} tokens/s",
+            self.first_loss(),
+            tail_mean(&self.losses),
+            self.losses.len(),
+            self.elapsed.as_secs_f64(),
+            self.tokens_per_s()
+        );
+        println!("{}", self.ranks[0].report);
+    }
+
+    fn json(&self, options: &Options, job: &Job, buckets: usize) -> serde_json::Value {
+        let Finished { report, counters, last, params_hash } = &self.ranks[0];
+        json!({
+            "ranks": self.ranks.len(),
+            "steps": self.losses.len(),
+            "overlap": match job.config.overlap_mode() {
+                Overlap::None => "none",
+                Overlap::Chain => "chain",
+                Overlap::Window => "window",
+            },
+            "storage": "views",
+            "dtype": options.dtype.name(),
+            "buckets": buckets,
+            "loss_first": self.first_loss(),
+            "loss_last": tail_mean(&self.losses),
+            "grad_norm_last": last.grad_norm,
+            "params_hash": format!("{params_hash:016x}"),
+            "gathers": counters.gathers,
+            "reduces": counters.reduces,
+            "skipped_steps": counters.skipped_steps,
+            "step_ms_median": report.step_ms,
+            "compute_ms_median": report.compute_ms,
+            "gather_ms_median": report.gather_ms,
+            "reduce_ms_median": report.reduce_ms,
+            "exposed_gather_ms_median": report.exposed_gather_ms,
+            "exposed_reduce_ms_median": report.exposed_reduce_ms,
+            "hidden_share": report.hidden_share,
+            "tokens_per_s": self.tokens_per_s(),
+            "peak_ahead_bytes": counters.peak_ahead_bytes,
+        })
+    }
+}

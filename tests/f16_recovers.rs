@@ -1,0 +1,58 @@
+//! f16 training with the dynamic loss scale comes down from 2^32 by skipping, learns, and survives later overflows, with
+//! gathers overlapped as without.
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+mod synthetic;
+
+use gatherflow::{DType, GroupId, ParamOptions};
+use reference::Scaler;
+use synthetic::{Job, Net, Setting, serial};
+
+const STEPS: u64 = 60;
+
+/// f16 throughout: gradients above 65 504 overflow by themselves.
+fn net() -> Net {
+    let mut net = Net::empty();
+    net.chunk();
+    for index in 0..4 {
+        net.unit(&format!("layer {index}"));
+        let options = ParamOptions { grad_dtype: DType::F16, group: GroupId(index % 2), ..ParamOptions::default() };
+        net.param(&format!("layer {index}.weight"), 100 + index as usize, DType::F16, options);
+        net.param(&format!("layer {index}.bias"), 30, DType::F32, ParamOptions::default());
+    }
+    net
+}
+
+#[test]
+fn from_a_scale_of_2_to_the_32_in_every_mode() {
+    let net = net();
+    let job = Job {
+        scaler: Some(Scaler::new(4_294_967_296.0, 12, 2)),
+        // On one rank alone: once while the scale comes down, once when training goes well.
+        overflow: |step, rank| rank == 1 && (step < 3 || step == 30),
+        lr: 0.05,
+        ..Job::new(&net, 2, STEPS, &|_, _| vec![(0..4).collect()])
+    };
+    let expected = serial(&job);
+    let skipped = STEPS - expected.updated_steps();
+    let scales: Vec<f32> = expected.verdicts.iter().map(|v| v.loss_scale).collect();
+    assert!(expected.verdicts[..12].iter().all(|v| !v.updated), "the first steps overflow: {scales:?}");
+    assert!(!expected.verdicts[30].updated && expected.verdicts[31].updated);
+    assert!((13..STEPS / 2).contains(&skipped), "{skipped} steps were skipped");
+    assert!(scales.windows(2).any(|pair| pair[1] > pair[0]), "the scale never grew: {scales:?}");
+    let (first, last): (f64, f64) = (expected.losses[0].iter().sum(), expected.losses[STEPS as usize - 1].iter().sum());
+    assert!(last < first / 2.0, "it does not learn: {first} to {last}");
+
+    let mut hashes = Vec::new();
+    for setting in Setting::modes() {
+        for finished in job.on_ranks_against(&expected, &setting, |t| t.train_to_the_end()) {
+            assert_eq!(finished.counters.skipped_steps, skipped, "{setting:?}");
+            hashes.push(finished.hash);
+        }
+    }
+    assert!(
+        hashes.iter().all(|hash| *hash == hashes[0]),
+        "overlapped runs end elsewhere than the first one: {hashes:x?}"
+    );
+}

@@ -1,0 +1,42 @@
+//! The bytes allocated on a rank's device are exactly those that the plan prints, from start to end and in every mode.
+#![allow(clippy::unwrap_used)]
+
+mod reference;
+mod synthetic;
+
+use synthetic::{Job, Net, Setting, Trainer, serial};
+
+fn check(trainer: &Trainer<'_>) {
+    let allocated = trainer.engine.session().device().allocated_bytes();
+    let net = trainer.job.net;
+    let plan = net.model.plan(trainer.job.ranks, &trainer.job.config(&Setting::modes()[0])).unwrap();
+    assert_eq!(allocated, plan.memory().total_bytes());
+    assert_eq!(plan.memory(), trainer.engine.plan().memory());
+    let params: usize = net.params().iter().map(|p| p.numel * p.dtype.bytes()).sum();
+    assert!(allocated > params, "{allocated} bytes hold no more than the parameters");
+}
+
+#[test]
+fn in_every_mode_and_for_every_number_of_ranks() {
+    for with_f16 in [false, true] {
+        let net = Net::mixed(with_f16);
+        for (ranks, bucket_size) in [(1, 128), (2, 1), (3, 128), (8, 1 << 20)] {
+            let scaler = with_f16.then(|| reference::Scaler::new(64.0, 100, 1));
+            let program = |_, _| vec![(0..6).collect()];
+            let job = Job { bucket_size, scaler, ..Job::new(&net, ranks, 2, &program) };
+            let expected = serial(&job);
+            for setting in Setting::modes() {
+                job.on_ranks_against(&expected, &setting, |mut trainer| {
+                    check(&trainer);
+                    for _ in 0..job.steps {
+                        trainer.train_one();
+                        check(&trainer);
+                    }
+                    trainer.engine.ensure_params_ready().unwrap();
+                    check(&trainer);
+                    trainer.finish()
+                });
+            }
+        }
+    }
+}

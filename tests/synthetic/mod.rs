@@ -1,0 +1,287 @@
+//! A synthetic job: a small model of mixed dtypes and groups, and a deterministic executor for it.
+//!
+//! Every gradient element is a function of rank, step, microbatch, visit, parameter and element, **and of the weight read**,
+//! so a stale weight changes everything after it. The same functions drive the engine ([`Trainer`]) and the serial
+//! reference ([`serial`]); the trainer compares each read, loss and outcome with the reference while it runs, and all
+//! state at the end, bit for bit.
+//!
+//! | file | idea |
+//! | --- | --- |
+//! | `net` | the model: units, parameters, groups |
+//! | `trainer` | one rank of the engine, compared with the reference as it goes |
+#![allow(dead_code, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
+#![allow(clippy::missing_panics_doc)]
+
+mod net;
+mod trainer;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use gatherflow::{Config, Credits, Link, Overlap, ScalerKind};
+
+pub use net::Net;
+pub use trainer::Trainer;
+
+use crate::reference::{Hyper, Scaler, Serial, Verdict, Weight, rounded};
+
+/// Which units forward enters, in order, in each microbatch of a step; backward goes the other way.
+pub type Program = dyn Fn(u64, usize) -> Vec<Vec<usize>> + Sync;
+
+/// What is trained, and how; the same for every [`Setting`].
+pub struct Job<'a> {
+    pub net: &'a Net,
+    pub ranks: usize,
+    pub steps: u64,
+    /// Step and rank to microbatches.
+    pub program: &'a Program,
+    /// Whether the first gradient of the first unit that the rank enters in this step overflows.
+    pub overflow: fn(u64, usize) -> bool,
+    pub scaler: Option<Scaler>,
+    pub adam_w: bool,
+    pub bucket_size: usize,
+    /// Learning rate of the groups that have none of their own.
+    pub lr: f64,
+}
+
+/// What must not change a bit.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    pub overlap: Overlap,
+    /// Read in mode window only.
+    pub credits: Credits,
+    pub overlap_grad_reduce: bool,
+    pub issue_on_thread: bool,
+    pub steps_in_flight: u32,
+    /// How long forward stays in each unit.
+    pub pause: Duration,
+    pub link: Option<Link>,
+}
+
+impl Setting {
+    pub fn of(overlap: Overlap) -> Self {
+        Self {
+            overlap,
+            credits: Credits::Buckets(3),
+            overlap_grad_reduce: true,
+            issue_on_thread: false,
+            steps_in_flight: 2,
+            pause: Duration::ZERO,
+            link: None,
+        }
+    }
+
+    pub fn window(credits: Credits) -> Self {
+        Self { credits, ..Self::of(Overlap::Window) }
+    }
+
+    /// None, chain, and window with little, some and unlimited credit.
+    pub fn modes() -> [Self; 5] {
+        [
+            Self::of(Overlap::None),
+            Self::of(Overlap::Chain),
+            Self::window(Credits::Buckets(1)),
+            Self::window(Credits::Buckets(3)),
+            Self::window(Credits::Unlimited),
+        ]
+    }
+}
+
+impl<'a> Job<'a> {
+    /// Plain f32 and bf16 without a scaler, nothing overflows.
+    pub fn new(net: &'a Net, ranks: usize, steps: u64, program: &'a Program) -> Self {
+        Self {
+            net,
+            ranks,
+            steps,
+            program,
+            overflow: |_, _| false,
+            scaler: None,
+            adam_w: true,
+            bucket_size: 128,
+            lr: 0.02,
+        }
+    }
+
+    pub const MAX_NORM: f64 = 2.0;
+
+    pub fn config(&self, setting: &Setting) -> Config {
+        let config = Config::new()
+            .deadlines(Duration::from_secs(20))
+            .check_order_every(1)
+            .bucket_size(self.bucket_size)
+            .lr(self.lr)
+            .max_norm(Self::MAX_NORM)
+            .adam_w(self.adam_w)
+            .overlap(setting.overlap)
+            .overlap_grad_reduce(setting.overlap_grad_reduce)
+            .steps_in_flight(setting.steps_in_flight);
+        let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
+        let config = match setting.link {
+            Some(link) if self.ranks > 1 => config.emulate(link),
+            _ => config,
+        };
+        match self.scaler {
+            None => config,
+            Some(scaler) => config
+                .scaler(ScalerKind::Dynamic)
+                .scaler_initial(f64::from(scaler.scale))
+                .scaler_interval(scaler.growth_interval)
+                .scaler_hysteresis(scaler.full_hysteresis as u32),
+        }
+    }
+
+    /// Runs the job on threads, one per rank, and returns what `run` makes of each.
+    pub fn on_ranks<T: Send>(&self, setting: &Setting, run: impl Fn(Trainer<'_>) -> T + Sync) -> Vec<T> {
+        let expected = serial(self);
+        self.on_ranks_against(&expected, setting, run)
+    }
+
+    /// As [`Job::on_ranks`], against a reference that was run before.
+    pub fn on_ranks_against<T: Send>(
+        &self,
+        expected: &Expected,
+        setting: &Setting,
+        run: impl Fn(Trainer<'_>) -> T + Sync,
+    ) -> Vec<T> {
+        let ranks = gatherflow::Ranks::with_config(self.ranks, &self.config(setting)).unwrap();
+        let run = &run;
+        std::thread::scope(|scope| {
+            let start = |rank| scope.spawn(move || run(Trainer::start(rank, self, setting, expected)));
+            let threads: Vec<_> = ranks.into_iter().map(start).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        })
+    }
+}
+
+/// What the serial reference says of a job.
+pub struct Expected {
+    /// By version, then parameter.
+    pub weights: Vec<Vec<Vec<f32>>>,
+    /// By step, then rank.
+    pub losses: Vec<Vec<f64>>,
+    pub verdicts: Vec<Verdict>,
+    /// At the end.
+    pub state: Vec<Weight>,
+}
+
+impl Expected {
+    pub fn updated_steps(&self) -> u64 {
+        self.verdicts.iter().filter(|v| v.updated).count() as u64
+    }
+}
+
+/// Runs a job serially.
+pub fn serial(job: &Job<'_>) -> Expected {
+    let net = job.net;
+    let plan = net.model.plan(job.ranks, &job.config(&Setting::of(Overlap::None))).unwrap();
+    let weights = net.params().iter().map(|p| {
+        let initial: Vec<f32> = (0..p.numel).map(|i| net.initial(p.id, i)).collect();
+        Weight::new(p.id, p.dtype, p.options.group.0 as usize, p.options.trainable, &initial)
+    });
+    let groups: Vec<Hyper> = net.hyper(job.lr, job.adam_w);
+    let mut optimizer = Serial::new(plan, weights.collect(), groups, Job::MAX_NORM, job.scaler);
+    let snapshot = |optimizer: &Serial| optimizer.weights.iter().map(|w| w.param.clone()).collect::<Vec<_>>();
+    let (mut versions, mut losses, mut verdicts) = (vec![snapshot(&optimizer)], Vec::new(), Vec::new());
+    for step in 0..job.steps {
+        let scale = optimizer.loss_scale();
+        let ranks = (0..job.ranks).map(|rank| serial_rank(job, &optimizer.weights, step, rank, scale));
+        let (of_step, gradients): (Vec<f64>, Vec<_>) = ranks.unzip();
+        losses.push(of_step);
+        let verdict = optimizer.step(&gradients);
+        let weights = snapshot(&optimizer);
+        let changed = weights != versions[step as usize];
+        assert_eq!(changed, verdict.updated, "a reference that stands still would prove nothing");
+        verdicts.push(verdict);
+        versions.push(weights);
+    }
+    Expected { weights: versions, losses, verdicts, state: optimizer.weights }
+}
+
+/// One rank's loss and summed gradients of a step.
+fn serial_rank(job: &Job<'_>, weights: &[Weight], step: u64, rank: usize, scale: f32) -> (f64, Vec<Vec<f32>>) {
+    let net = job.net;
+    let mut loss = 0.0;
+    let mut sums: Vec<Option<Vec<f32>>> = vec![None; weights.len()];
+    let mut overflows = (job.overflow)(step, rank);
+    for (microbatch, units) in (job.program)(step, rank).iter().enumerate() {
+        for unit in units {
+            for param in &net.units[*unit].params {
+                loss += net.loss(*param, &weights[param.index()].param);
+            }
+        }
+        for (visit, unit) in units.iter().enumerate().rev() {
+            for param in net.written(*unit) {
+                let values = &weights[param.index()].param;
+                let at = At { rank, step, microbatch, visit };
+                let new = net.gradient(at, param, values, scale, std::mem::take(&mut overflows));
+                let dtype = net.params()[param.index()].options.grad_dtype;
+                let sum = &mut sums[param.index()];
+                let before = sum.take().or_else(|| net.is_sparse(param).then(|| vec![0.0; new.len()]));
+                *sum = Some(match before {
+                    None => new.iter().map(|g| rounded(dtype, *g)).collect(),
+                    Some(old) => old.iter().zip(&new).map(|(sum, g)| rounded(dtype, sum + g)).collect(),
+                });
+            }
+        }
+    }
+    let zeros = |w: &Weight| vec![0.0; w.param.len()];
+    (loss, sums.into_iter().zip(weights).map(|(sum, w)| sum.unwrap_or_else(|| zeros(w))).collect())
+}
+
+/// Where in a step a gradient is made.
+#[derive(Clone, Copy, Debug)]
+pub struct At {
+    pub rank: usize,
+    pub step: u64,
+    pub microbatch: usize,
+    pub visit: usize,
+}
+
+/// Numbers in [-1, 1): splitmix64 over the words.
+pub fn random(words: &[u64]) -> f32 {
+    (random_bits(words) >> 40) as f32 / (1 << 23) as f32 - 1.0
+}
+
+pub fn random_bits(words: &[u64]) -> u64 {
+    words.iter().fold(0, |state: u64, word| {
+        let mut z = (state ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    })
+}
+
+/// The first `n` numbers in an order that only `words` decide.
+pub fn shuffled(n: usize, words: &[u64]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..n).collect();
+    order.sort_by_key(|i| random_bits(&[words, &[*i as u64]].concat()));
+    order
+}
+
+/// Waits until `condition` holds, at most 20 s.
+pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < Duration::from_secs(20), "waited 20 s for {what}");
+        std::thread::sleep(Duration::from_micros(50));
+    }
+}
+
+/// A barrier outside the engine, with a deadline.
+pub struct Meeting {
+    ranks: usize,
+    came: AtomicUsize,
+}
+
+impl Meeting {
+    pub fn of(ranks: usize) -> Self {
+        Self { ranks, came: AtomicUsize::new(0) }
+    }
+
+    /// Returns once every rank has come as often as this one.
+    pub fn meet(&self) {
+        let round = self.came.fetch_add(1, Ordering::SeqCst) / self.ranks + 1;
+        wait_until("the other ranks to meet", || self.came.load(Ordering::SeqCst) >= round * self.ranks);
+    }
+}

@@ -1,0 +1,187 @@
+//! The synthetic model: what is registered, where it starts, and what its gradients are.
+
+use std::sync::Arc;
+
+use gatherflow::{ChunkId, DType, Engine, Group, GroupId, Lr, Model, ParamId, ParamInfo, ParamOptions, UnitId};
+
+use super::{At, random};
+use crate::reference::Hyper;
+
+/// A unit: its id, its chunk and the parameters it uses, in forward order.
+pub struct Unit {
+    pub id: UnitId,
+    pub chunk: usize,
+    pub params: Vec<ParamId>,
+}
+
+/// A model whose gradients pull each weight to a target of its own, with noise.
+pub struct Net {
+    pub model: Model,
+    pub chunks: Vec<ChunkId>,
+    pub units: Vec<Unit>,
+}
+
+/// Betas, eps and weight decay of the groups after the default one; the last one has a learning-rate multiplier.
+const NO_DECAY: ((f64, f64), f64, f64) = ((0.8, 0.95), 1e-6, 0.0);
+const MULTIPLIED: (f64, f64) = (0.5, 0.1);
+
+fn schedule(t: u64) -> f64 {
+    0.03 / (1.0 + t as f64 / 3.0)
+}
+
+impl Net {
+    /// Units of [`Net::mixed`] by name.
+    pub const EMBED: usize = 0;
+    pub const BLOCK_A: usize = 1;
+    pub const BLOCK_B: usize = 2;
+    pub const RARE: usize = 3;
+    pub const HEAD: usize = 4;
+    pub const TAIL: usize = 5;
+
+    /// A model without parameters, with three groups.
+    pub fn empty() -> Self {
+        let mut model = Model::new();
+        let ((beta1, beta2), eps, decay) = NO_DECAY;
+        let no_decay =
+            Group { betas: Some((beta1, beta2)), eps: Some(eps), weight_decay: Some(decay), ..Group::default() };
+        model.group(no_decay).unwrap();
+        let (multiplier, decay) = MULTIPLIED;
+        let multiplied = Group { lr_multiplier: multiplier, weight_decay: Some(decay), ..Group::default() };
+        model.group(multiplied).unwrap();
+        Self { model, chunks: Vec::new(), units: Vec::new() }
+    }
+
+    /// Two chunks; f32 beside bf16 (and f16 where asked for); three groups; a tied table in the first and the last unit of
+    /// the first chunk; frozen, unused and sparsely written parameters; gradients in bf16 and f16 beside f32.
+    pub fn mixed(with_f16: bool) -> Self {
+        let half = if with_f16 { DType::F16 } else { DType::Bf16 };
+        let in_group = |group| ParamOptions { group: GroupId(group), ..ParamOptions::default() };
+        let mut net = Self::empty();
+        net.chunk();
+        net.unit("embed");
+        let table = net.param("table", 240, DType::Bf16, in_group(0));
+        net.param("sparse position", 33, DType::F32, in_group(0));
+        net.unit("block a");
+        net.param("a.weight", 150, DType::Bf16, in_group(0));
+        net.param("a.bias", 70, DType::F32, in_group(1));
+        net.param("a.scale", 9, DType::F32, ParamOptions { trainable: false, ..in_group(0) });
+        net.unit("block b");
+        net.param("b.weight", 130, half, in_group(2));
+        net.param("b.narrow", 90, DType::Bf16, ParamOptions { grad_dtype: DType::Bf16, ..in_group(1) });
+        net.param("b.half gradients", 65, half, ParamOptions { grad_dtype: half, ..in_group(0) });
+        net.unit("rare");
+        net.param("rare.weight", 64, DType::F32, in_group(0));
+        net.param("unused", 31, DType::F32, in_group(2));
+        net.unit("head");
+        net.use_param(table);
+        net.param("head.weight", 120, half, in_group(1));
+        net.chunk();
+        net.unit("tail");
+        net.param("tail.weight", 77, DType::F32, in_group(2));
+        net.param("tail.bias", 1, half, in_group(0));
+        net
+    }
+
+    pub fn chunk(&mut self) {
+        self.chunks.push(self.model.chunk());
+    }
+
+    pub fn unit(&mut self, name: &str) {
+        let chunk = self.chunks.len() - 1;
+        let id = self.model.unit(self.chunks[chunk], name).unwrap();
+        self.units.push(Unit { id, chunk, params: Vec::new() });
+    }
+
+    /// A parameter of the unit registered last.
+    pub fn param(&mut self, name: &str, numel: usize, dtype: DType, options: ParamOptions) -> ParamId {
+        let unit = self.units.last_mut().unwrap();
+        let id = self.model.param_with(unit.id, name, &[numel], dtype, options).unwrap();
+        unit.params.push(id);
+        id
+    }
+
+    /// The unit registered last uses this one too.
+    pub fn use_param(&mut self, param: ParamId) {
+        let unit = self.units.last_mut().unwrap();
+        self.model.use_param(unit.id, param).unwrap();
+        unit.params.push(param);
+    }
+
+    pub fn params(&self) -> &[ParamInfo] {
+        self.model.params()
+    }
+
+    fn name(&self, param: ParamId) -> &str {
+        &self.params()[param.index()].name
+    }
+
+    /// The parameters whose gradients backward of a unit writes.
+    pub fn written(&self, unit: usize) -> impl Iterator<Item = ParamId> + '_ {
+        let params = self.units[unit].params.iter().copied();
+        params.filter(|p| self.params()[p.index()].options.trainable && !self.name(*p).contains("unused"))
+    }
+
+    /// Whether gradients are written through `grad_zeroed`, and only every other element.
+    pub fn is_sparse(&self, param: ParamId) -> bool {
+        self.name(param).contains("sparse")
+    }
+
+    pub fn initial(&self, param: ParamId, element: usize) -> f32 {
+        random(&[1, u64::from(param.0), element as u64])
+    }
+
+    fn target(param: ParamId, element: usize) -> f32 {
+        random(&[2, u64::from(param.0), element as u64])
+    }
+
+    pub fn loss(&self, param: ParamId, values: &[f32]) -> f64 {
+        let distance = |(i, w): (usize, &f32)| f64::from(*w) - f64::from(Self::target(param, i));
+        values.iter().enumerate().map(distance).map(|d| d * d).sum()
+    }
+
+    /// The gradient that one visit gives a parameter with these values.
+    pub fn gradient(&self, at: At, param: ParamId, values: &[f32], scale: f32, overflows: bool) -> Vec<f32> {
+        let seed = [at.rank as u64, at.step, at.microbatch as u64, at.visit as u64, u64::from(param.0)];
+        let weight = 0.1 + 0.05 * random(&seed);
+        let noise = |i: usize| 0.01 * random(&[&seed[..], &[i as u64]].concat());
+        let pull = |(i, w): (usize, &f32)| {
+            if self.is_sparse(param) && i % 2 == 1 {
+                return 0.0;
+            }
+            scale * (weight * (w - Self::target(param, i)) + noise(i))
+        };
+        let mut gradient: Vec<f32> = values.iter().enumerate().map(pull).collect();
+        if overflows {
+            gradient[0] = f32::INFINITY;
+        }
+        gradient
+    }
+
+    /// What the engine is told about learning rates.
+    pub fn set_lrs(&self, engine: &mut Engine) {
+        engine.set_lr(GroupId(1), Lr::schedule(schedule)).unwrap();
+    }
+
+    /// The same groups for the reference.
+    pub fn hyper(&self, lr: f64, decoupled: bool) -> Vec<Hyper> {
+        let (no_decay_betas, no_decay_eps, no_decay) = NO_DECAY;
+        let (multiplier, multiplied_decay) = MULTIPLIED;
+        vec![
+            Hyper { lr: Arc::new(move |_| lr), betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.01, decoupled },
+            Hyper {
+                lr: Arc::new(schedule),
+                betas: no_decay_betas,
+                eps: no_decay_eps,
+                weight_decay: no_decay,
+                decoupled,
+            },
+            Hyper {
+                lr: Arc::new(move |_| lr * multiplier),
+                betas: (0.9, 0.999),
+                eps: 1e-8,
+                weight_decay: multiplied_decay,
+                decoupled,
+            },
+        ]
+    }
+}

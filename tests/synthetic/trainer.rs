@@ -1,0 +1,264 @@
+//! One rank of the engine under a synthetic job, compared with the serial reference at each read and each outcome.
+
+use gatherflow::{
+    Back, BucketId, Counters, DType, Element, Engine, Grad, Mode, ParamId, ParamMut, Pass, Rank, StepHandle, UnitGuard,
+    WriteMode,
+};
+use gatherflow_actors::plan;
+use gatherflow_kernels::{AccessMode, BufRange};
+use half::{bf16, f16};
+
+use super::{At, Expected, Job, Net, Setting};
+
+/// What a rank has to tell when it is done.
+#[derive(Clone, Copy, Debug)]
+pub struct Finished {
+    pub counters: Counters,
+    pub hash: u64,
+}
+
+/// One rank.
+pub struct Trainer<'a> {
+    pub engine: Engine,
+    pub job: &'a Job<'a>,
+    pub expected: &'a Expected,
+    setting: Setting,
+    handles: Vec<StepHandle>,
+}
+
+/// A parameter's values, from whatever guard.
+macro_rules! values {
+    ($source:expr, $net:expr, $param:expr) => {
+        match $net.params()[$param.index()].dtype {
+            DType::Bf16 => widened(&$source.read::<bf16>($param).unwrap()),
+            DType::F16 => widened(&$source.read::<f16>($param).unwrap()),
+            _ => widened(&$source.read::<f32>($param).unwrap()),
+        }
+    };
+}
+
+impl<'a> Trainer<'a> {
+    pub fn start(rank: Rank, job: &'a Job<'a>, setting: &Setting, expected: &'a Expected) -> Self {
+        let net = job.net;
+        let mut internals = gatherflow::Internals::default();
+        internals.open.issue_on_thread = setting.issue_on_thread;
+        let number = rank.rank();
+        // Only rank 0's values count: they are broadcast.
+        let init = |param: &gatherflow::ParamInfo, out: ParamMut<'_>| {
+            out.fill_with(|i| if number == 0 { net.initial(param.id, i) } else { 7.0 });
+        };
+        let model = net.model.clone();
+        let mut engine = Engine::with_internals(rank, model, job.config(setting), internals, init).unwrap();
+        net.set_lrs(&mut engine);
+        Self { engine, job, expected, setting: *setting, handles: Vec::new() }
+    }
+
+    pub fn rank(&self) -> usize {
+        self.engine.rank()
+    }
+
+    fn net(&self) -> &'a Net {
+        self.job.net
+    }
+
+    /// Values that were read must be those of the current version.
+    fn check(&self, param: ParamId, values: Vec<f32>, wherefrom: &str) -> Vec<f32> {
+        let step = self.engine.steps();
+        let expected = &self.expected.weights[step as usize][param.index()];
+        let what = || format!("`{}` read {wherefrom} on rank {}", self.net().params()[param.index()].name, self.rank());
+        same_bits(&values, expected, &|| format!("{} at version {step}", what()));
+        values
+    }
+
+    pub fn in_unit(&self, unit: &UnitGuard<'_>, param: ParamId) -> Vec<f32> {
+        self.check(param, values!(unit, self.net(), param), "in its unit")
+    }
+
+    fn in_backward(&self, back: &Back<'_>, param: ParamId) -> Vec<f32> {
+        self.check(param, values!(back, self.net(), param), "in backward")
+    }
+
+    /// Reads a parameter outside all units.
+    pub fn outside(&self, param: ParamId) -> Vec<f32> {
+        self.check(param, values!(self.engine, self.net(), param), "outside all units")
+    }
+
+    /// Enters units in forward order, reads all they have and adds to the loss.
+    fn forward(&self, passes: &[Pass<'_>], units: &[usize], loss: &mut f64) {
+        let net = self.net();
+        for unit in units {
+            let unit = &net.units[*unit];
+            let entered = passes[unit.chunk].enter(unit.id).unwrap();
+            for param in &unit.params {
+                *loss += net.loss(*param, &self.in_unit(&entered, *param));
+            }
+            if !self.setting.pause.is_zero() {
+                std::thread::sleep(self.setting.pause);
+            }
+        }
+    }
+
+    fn passes(&self, microbatch: usize, last: bool, mode: Mode) -> Vec<Pass<'_>> {
+        self.net().chunks.iter().map(|chunk| self.engine.pass(*chunk, microbatch, last, mode).unwrap()).collect()
+    }
+
+    /// All microbatches of a step; `between` runs after each but the last.
+    pub fn microbatches_with(&self, between: impl Fn(&Self)) {
+        let (net, step) = (self.net(), self.engine.steps());
+        let scale = if self.job.scaler.is_some() { self.engine.loss_scale().unwrap() } else { 1.0 };
+        assert_eq!(scale.to_bits(), self.expected.verdicts[step as usize].loss_scale.to_bits());
+        let program = (self.job.program)(step, self.rank());
+        let mut overflows = (self.job.overflow)(step, self.rank());
+        let mut loss = 0.0;
+        for (microbatch, units) in program.iter().enumerate() {
+            let last = microbatch + 1 == program.len();
+            let passes = self.passes(microbatch, last, Mode::Train);
+            self.forward(&passes, units, &mut loss);
+            for (visit, unit) in units.iter().enumerate().rev() {
+                let back = passes[net.units[*unit].chunk].backward(net.units[*unit].id).unwrap();
+                for param in net.written(*unit) {
+                    let at = At { rank: self.rank(), step, microbatch, visit };
+                    let values = self.in_backward(&back, param);
+                    let gradient = net.gradient(at, param, &values, scale, std::mem::take(&mut overflows));
+                    self.write(&back, param, &gradient);
+                }
+                back.leave().unwrap();
+            }
+            if !last {
+                between(self);
+            }
+        }
+        let expected = self.expected.losses[step as usize][self.rank()];
+        assert_eq!(loss.to_bits(), expected.to_bits(), "loss of step {step}: {loss}, expected {expected}");
+    }
+
+    fn write(&self, back: &Back<'_>, param: ParamId, gradient: &[f32]) {
+        let sparse = self.net().is_sparse(param);
+        match self.net().params()[param.index()].options.grad_dtype {
+            DType::Bf16 => write(back.grad::<bf16>(param).unwrap(), gradient),
+            DType::F16 => write(back.grad::<f16>(param).unwrap(), gradient),
+            _ if sparse => add_even(back.grad_zeroed::<f32>(param).unwrap(), gradient),
+            _ => write(back.grad::<f32>(param).unwrap(), gradient),
+        }
+    }
+
+    pub fn step(&mut self) {
+        self.handles.push(self.engine.step().unwrap());
+    }
+
+    pub fn train_one(&mut self) {
+        self.microbatches_with(|_| ());
+        self.step();
+    }
+
+    pub fn train(&mut self, steps: u64) {
+        (0..steps).for_each(|_| self.train_one());
+    }
+
+    /// All that the job has left, then the comparison with the reference.
+    pub fn train_to_the_end(mut self) -> Finished {
+        self.train(self.job.steps - self.engine.steps());
+        self.finish()
+    }
+
+    /// Forward through all units; the loss is a function of all weights.
+    pub fn evaluate(&self) -> f64 {
+        let units: Vec<usize> = (0..self.net().units.len()).collect();
+        let mut loss = 0.0;
+        self.forward(&self.passes(0, true, Mode::Eval), &units, &mut loss);
+        loss
+    }
+
+    pub fn outcome(&self, step: u64) -> gatherflow::Outcome {
+        let outcome = self.handles[step as usize].outcome().unwrap();
+        let expected = &self.expected.verdicts[step as usize];
+        let bits = |norm: Option<f64>| norm.map(f64::to_bits);
+        assert_eq!(outcome.updated, expected.updated, "step {step}");
+        assert_eq!(
+            bits(outcome.grad_norm),
+            bits(expected.grad_norm),
+            "norm of step {step}: {:?}, expected {:?}",
+            outcome.grad_norm,
+            expected.grad_norm
+        );
+        assert_eq!(outcome.zeros, expected.zeros, "zeros of step {step}");
+        assert_eq!(outcome.loss_scale.to_bits(), expected.loss_scale.to_bits(), "loss scale of step {step}");
+        let rates = |lrs: &[f64]| lrs.iter().map(|lr| lr.to_bits()).collect::<Vec<_>>();
+        assert_eq!(rates(&outcome.learning_rates), rates(&expected.learning_rates), "learning rates of step {step}");
+        outcome
+    }
+
+    /// Compares everything with the reference and closes.
+    pub fn finish(mut self) -> Finished {
+        for step in 0..self.handles.len() as u64 {
+            self.outcome(step);
+        }
+        for param in self.net().params() {
+            self.outside(param.id);
+        }
+        self.engine.ensure_params_ready().unwrap();
+        if self.engine.steps() == self.job.steps {
+            self.check_state();
+        }
+        let hash = self.engine.params_hash().unwrap();
+        self.engine.close().unwrap();
+        Finished { counters: self.engine.counters(), hash }
+    }
+
+    /// Masters and moments of what this rank owns are the reference's; padding is zero (SPEC L5).
+    fn check_state(&self) {
+        let (session, rank) = (self.engine.session(), self.rank());
+        for bucket in self.engine.plan().buckets() {
+            let memory = session.bucket_memory(bucket.id);
+            self.check_shard(bucket.id, "master", memory.master, |w| &w.master);
+            self.check_shard(bucket.id, "exp_avg", memory.exp_avg, |w| &w.exp_avg);
+            self.check_shard(bucket.id, "exp_avg_sq", memory.exp_avg_sq, |w| &w.exp_avg_sq);
+            assert_eq!(memory.master.bytes() / 4, self.engine.plan().shard(plan::Rank(rank), bucket.id).len());
+        }
+    }
+
+    fn check_shard(
+        &self,
+        bucket: BucketId,
+        what: &str,
+        memory: BufRange,
+        expected: impl Fn(&crate::reference::Weight) -> &Vec<f32>,
+    ) {
+        let device = self.engine.session().device();
+        let lease = device.lease(memory, AccessMode::Read).unwrap();
+        let found = lease.as_slice::<f32>().unwrap();
+        let mut wanted = vec![0.0; found.len()];
+        for piece in self.engine.plan().owned(plan::Rank(self.rank()), bucket) {
+            let of_param =
+                &expected(&self.expected.state[piece.param.index()])[piece.in_param.start..piece.in_param.end];
+            wanted[piece.in_shard.start..piece.in_shard.end].copy_from_slice(of_param);
+        }
+        same_bits(found, &wanted, &|| format!("{what} of {bucket} on rank {}", self.rank()));
+    }
+}
+
+fn widened<T: Element>(values: &[T]) -> Vec<f32> {
+    values.iter().map(|x| x.to_f32()).collect()
+}
+
+fn write<T: Element>(mut guard: Grad<'_, T>, gradient: &[f32]) {
+    let overwrite = guard.mode() == WriteMode::Overwrite;
+    for (memory, g) in guard.iter_mut().zip(gradient) {
+        *memory = T::from_f32(if overwrite { *g } else { memory.to_f32() + g });
+    }
+    guard.complete();
+}
+
+fn add_even(mut guard: Grad<'_, f32>, gradient: &[f32]) {
+    assert_eq!(guard.mode(), WriteMode::Accumulate);
+    guard.iter_mut().zip(gradient).step_by(2).for_each(|(memory, g)| *memory += g);
+    guard.complete();
+}
+
+/// Equal bit for bit, or names the first element that is not.
+fn same_bits(found: &[f32], expected: &[f32], what: &dyn Fn() -> String) {
+    assert_eq!(found.len(), expected.len(), "{}", what());
+    if let Some(i) = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits()) {
+        panic!("{}: element {i} is {:?}, expected {:?}", what(), found[i], expected[i]);
+    }
+}

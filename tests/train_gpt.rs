@@ -1,0 +1,132 @@
+//! The example as a user meets it: its JSON is a contract, runs can be repeated, and bad input ends with exit code 2.
+#![allow(clippy::unwrap_used)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+/// Beside the tests, where `cargo test` puts examples; built here if only this test was asked for.
+fn example() -> &'static Path {
+    static PATH: OnceLock<PathBuf> = OnceLock::new();
+    PATH.get_or_init(|| {
+        let tests = std::env::current_exe().unwrap();
+        let path = tests.parent().unwrap().with_file_name("examples").join("train_gpt");
+        let path = path.with_extension(std::env::consts::EXE_EXTENSION);
+        if !path.exists() {
+            let profile: &[&str] = if cfg!(debug_assertions) { &[] } else { &["--release"] };
+            let build = ["build", "--example", "train_gpt"];
+            assert!(Command::new(env!("CARGO")).args(build).args(profile).status().unwrap().success());
+        }
+        path
+    })
+}
+
+fn file(name: &str, bytes: &[u8]) -> String {
+    let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    std::fs::write(&path, bytes).unwrap();
+    path.to_str().unwrap().to_owned()
+}
+
+fn train_gpt(flags: &[&str]) -> Output {
+    Command::new(example()).args(flags).output().unwrap()
+}
+
+const SMALL: &[&str] = &["--layers=1", "--width=32", "--seq=24", "--batch=2", "--steps=12", "--num-buckets=4"];
+
+fn result(name: &str, flags: &[&str]) -> Value {
+    let json = file(&format!("{name}.json"), b"");
+    let text = file(&format!("{name}.txt"), "the quick brown fox jumps over the lazy dog\n".repeat(40).as_bytes());
+    let output = train_gpt(&[SMALL, flags, &["--data", &text, "--json", &json]].concat());
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{flags:?}: {message}");
+    let answer = String::from_utf8(output.stdout).unwrap();
+    assert!(answer.lines().last().unwrap().starts_with("is it overlapping?"), "{answer}");
+    serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap()
+}
+
+fn refused(flags: &[&str], names: &str) {
+    let output = train_gpt(flags);
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{flags:?}: {message}");
+    assert!(message.contains(names), "{flags:?} should name {names:?}: {message}");
+    assert!(!message.contains("panicked"), "{message}");
+}
+
+#[test]
+fn the_names_in_the_json_are_a_contract() {
+    let result = result("contract", &[]);
+    let mut names: Vec<&str> = result.as_object().unwrap().keys().map(String::as_str).collect();
+    names.sort_unstable();
+    let mut contract: Vec<&str> = "ranks steps overlap storage dtype buckets loss_first loss_last grad_norm_last \
+        params_hash gathers reduces skipped_steps step_ms_median compute_ms_median gather_ms_median reduce_ms_median \
+        exposed_gather_ms_median exposed_reduce_ms_median hidden_share tokens_per_s peak_ahead_bytes"
+        .split_whitespace()
+        .collect();
+    contract.sort_unstable();
+    assert_eq!(names, contract);
+    assert_eq!((&result["ranks"], &result["steps"], &result["overlap"]), (&2.into(), &12.into(), &"window".into()));
+    assert_eq!((&result["storage"], &result["dtype"]), (&"views".into(), &"bf16".into()));
+    let buckets = result["buckets"].as_u64().unwrap();
+    assert_eq!(result["reduces"].as_u64().unwrap(), 12 * buckets);
+    assert_eq!(result["gathers"].as_u64().unwrap(), 12 * buckets);
+    assert!(result["loss_last"].as_f64().unwrap() < result["loss_first"].as_f64().unwrap());
+}
+
+#[test]
+fn a_seed_gives_the_same_bits_again_in_every_overlap_mode() {
+    let of = |name: &str, flags: &[&str]| {
+        let result = result(name, flags);
+        [&result["params_hash"], &result["loss_last"], &result["grad_norm_last"]].map(Clone::clone)
+    };
+    let window = of("window", &["--seed", "7"]);
+    assert_eq!(window, of("again", &["--seed", "7"]));
+    assert_eq!(window, of("none", &["--seed", "7", "--overlap", "none"]));
+    assert_eq!(window, of("chain", &["--seed", "7", "--overlap", "chain"]));
+    assert_eq!(window, of("late", &["--seed", "7", "--overlap-grad-reduce", "false", "--credits", "unlimited"]));
+    assert_ne!(window[0], of("other", &["--seed", "8"])[0]);
+}
+
+#[test]
+fn every_dtype_and_number_of_ranks_and_microbatches_trains() {
+    for (name, flags) in [
+        ("f16", &["--dtype", "f16", "--accumulate", "2"][..]),
+        ("f32", &["--dtype", "f32", "--ranks", "3"]),
+        ("alone", &["--ranks", "1", "--vocab", "300"]),
+    ] {
+        let result = result(name, flags);
+        assert!(result["loss_last"].as_f64().unwrap() < result["loss_first"].as_f64().unwrap(), "{name}");
+        assert_eq!(result["skipped_steps"], 0, "{name}");
+    }
+}
+
+#[test]
+fn flags_override_the_configuration_file() {
+    let config = file("flags.toml", b"bucket_size = 1\noverlap = \"chain\"\nmax_norm = 0.5\n");
+    let overridden = result("flags", &["--config", &config, "--overlap", "window"]);
+    assert_eq!(overridden["overlap"], "window");
+    assert_eq!(overridden["buckets"], result("plain", &[])["buckets"]);
+}
+
+#[test]
+fn bad_input_is_refused_with_exit_code_2_and_named() {
+    let short = file("short.txt", b"too short");
+    refused(&["--data", &short, "--seq", "9"], "9 bytes");
+    refused(&["--data", "no/such/file.txt"], "no/such/file.txt");
+    refused(&["--config", "no/such/file.toml"], "no/such/file.toml");
+    refused(&["--config", &file("bad.toml", b"credits = ")], "bad.toml");
+    refused(&["--config", &file("unknown.toml", b"credit = 3")], "credits");
+    refused(&["--json", "no/such/folder/out.json"], "no/such/folder/out.json");
+    refused(&["--credits", "0"], "credits");
+    refused(&["--credits", "4", "--overlap", "none"], "credits");
+    refused(&["--bucket-size", "0"], "bucket_size");
+    refused(&["--bucket-size", "9", "--num-buckets", "9"], "--num-buckets");
+    refused(&["--overlap", "sometimes"], "overlap");
+    refused(&["--emulate", "fast"], "emulate");
+    refused(&["--dtype", "f64"], "f64");
+    refused(&["--ranks", "0"], "--ranks");
+    refused(&["--steps", "0"], "--steps");
+    refused(&["--vocab", "100"], "--vocab");
+    refused(&["--no-such-flag"], "--no-such-flag");
+}
