@@ -78,12 +78,17 @@ pub struct Face {
     parked: AtomicUsize,
     /// Wakers in the lot: any change calls them.
     wakers: AtomicUsize,
+    /// Facts published since somebody had to be woken.
+    put_off: AtomicUsize,
     lot: Mutex<Vec<Waker>>,
     changed: Condvar,
 }
 
 /// Polls before parking; short, because the thread waited for may need this core.
 const SPINS: u32 = 64;
+
+/// How many facts are published at most before those who wait for the first are woken.
+const PUT_OFF: usize = 8;
 
 /// How many outcomes are kept for handles that are asked late.
 const OUTCOMES_KEPT: usize = 1024;
@@ -105,6 +110,7 @@ impl Face {
             cause: OnceLock::new(),
             parked: AtomicUsize::new(0),
             wakers: AtomicUsize::new(0),
+            put_off: AtomicUsize::new(0),
             lot: Mutex::new(Vec::new()),
             changed: Condvar::new(),
         }
@@ -120,7 +126,7 @@ impl Face {
         &self.buckets[bucket.0 as usize].free
     }
 
-    /// Carries out what a machine published.
+    /// Carries out what a machine published. Facts wake nobody before [`Face::wake_for_facts`], or before there are several.
     pub fn publish(&self, publication: Publication) {
         match publication {
             Publication::Ready { bucket, version, event } => self.settle(self.ready(bucket), version, event),
@@ -134,7 +140,9 @@ impl Face {
                 self.finished_steps.store(outcome.step + 1, Ordering::SeqCst);
                 outcomes.push_back(outcome);
                 drop(outcomes);
-                self.wake(&self.parked);
+                if self.awaited(&self.parked) {
+                    self.wake_all();
+                }
             }
             Publication::PeakAhead(bytes) => {
                 self.peak_ahead_bytes.fetch_max(bytes, Ordering::Relaxed);
@@ -144,7 +152,20 @@ impl Face {
 
     fn settle(&self, fact: &Fact, version: u64, event: Event) {
         fact.set(version, event);
-        self.wake(&fact.parked);
+        let put_off = self.put_off.load(Ordering::Relaxed);
+        if put_off >= PUT_OFF {
+            self.wake_all();
+        } else if put_off > 0 || self.awaited(&fact.parked) {
+            self.put_off.store(put_off + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Wakes whoever waits for a fact that was published. Whoever runs the machines calls it when there is nothing else to do:
+    /// credits let several buckets go at once, and an executor that is woken for the first would park again for the next.
+    pub fn wake_for_facts(&self) {
+        if self.put_off.load(Ordering::Relaxed) > 0 {
+            self.wake_all();
+        }
     }
 
     /// Ends every wait, now and later, with this cause. The first call wins.
@@ -158,15 +179,14 @@ impl Face {
         self.cause.get()
     }
 
-    /// Wakes if a thread is parked for this change, or a waker is there: a step has two changes per bucket, and an executor
-    /// that waits for the outcome must not be woken for each.
-    fn wake(&self, parked: &AtomicUsize) {
-        if parked.load(Ordering::SeqCst) > 0 || self.wakers.load(Ordering::SeqCst) > 0 {
-            self.wake_all();
-        }
+    /// Whether a thread is parked for this change, or a waker is there: a step has two changes per bucket, and an executor that
+    /// waits for the outcome must not be woken for each.
+    fn awaited(&self, parked: &AtomicUsize) -> bool {
+        parked.load(Ordering::SeqCst) > 0 || self.wakers.load(Ordering::SeqCst) > 0
     }
 
     fn wake_all(&self) {
+        self.put_off.store(0, Ordering::Relaxed);
         let mut lot = self.lot.lock();
         self.changed.notify_all();
         let wakers = std::mem::take(&mut *lot);

@@ -82,6 +82,7 @@ impl Post for Inline {
                 self.deliver(run, letter, &post);
             }
             drop(state);
+            self.hands.face.wake_for_facts();
             if self.queue.lock().is_empty() {
                 return;
             }

@@ -265,10 +265,13 @@ impl ActorThread {
     ) -> Result<Self, Cause> {
         let rank = hands.control.rank();
         let failed = |reason: String| Arc::new(Failure::new(FailureKind::StartUp, rank, reason));
-        let idle = directory.clone();
+        let (idle, face) = (directory.clone(), hands.face.clone());
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
-            .on_thread_park(move || idle.linger())
+            .on_thread_park(move || {
+                face.wake_for_facts();
+                idle.linger();
+            })
             .build()
             .map_err(|e| failed(format!("cannot start the actors' runtime: {e}")))?;
         let (started, start) = crossbeam_channel::bounded(1);
