@@ -7,13 +7,21 @@
 //! [`candle_core::Tensor::backward`] still runs. Operations without parameters may be candle's own; [`attention`],
 //! [`gelu`] and [`cross_entropy`] are fused ones that cost a fraction of the same arithmetic in single steps.
 //!
-//! ```ignore
-//! let forward = Forward::new(engine.owned_pass(chunk, microbatch, last, Mode::Train)?);
-//! let x = forward.enter(unit, &forward.anchor()?)?;        // waits for the unit's parameters
-//! let x = forward.embedding(&x, table, &ids)?;
-//! // ... more units, each begun with `forward.enter(unit, &x)?`
-//! let loss = cross_entropy(&logits, &targets)?;
-//! loss.backward()?;                                         // gradients are delivered inside
+//! ```no_run
+//! use candle_core::Tensor;
+//! use gatherflow::candle::{Forward, cross_entropy};
+//! use gatherflow::{ChunkId, Engine, Mode, ParamId, UnitId};
+//!
+//! # type Done = Result<(), Box<dyn std::error::Error>>;
+//! fn microbatch(engine: &Engine, chunk: ChunkId, unit: UnitId, table: ParamId, ids: &Tensor, targets: &Tensor) -> Done {
+//!     let forward = Forward::new(engine.owned_pass(chunk, 0, true, Mode::Train)?);
+//!     let x = forward.enter(unit, &forward.anchor()?)?; // waits for the unit's parameters
+//!     let x = forward.embedding(&x, table, ids)?;
+//!     // More units, each begun with `forward.enter(unit, &x)?`.
+//!     let logits = forward.linear(&x, table, None)?;
+//!     cross_entropy(&logits, targets)?.backward()?; // gradients are delivered inside
+//!     Ok(())
+//! }
 //! ```
 //!
 //! # Rules

@@ -19,7 +19,7 @@ fn job(net: &Net, ranks: usize) -> Job<'_> {
 /// The loss over all weights of a version, by the reference.
 fn expected_loss(net: &Net, expected: &Expected, version: usize) -> f64 {
     let params = net.units.iter().flat_map(|unit| &unit.params);
-    params.fold(0.0, |loss, param| loss + net.loss(*param, &expected.weights[version][param.index()]))
+    params.fold(0.0, |loss, param| loss + Net::loss(*param, &expected.weights[version][param.index()]))
 }
 
 fn evaluate(trainer: &Trainer<'_>) {
@@ -34,7 +34,7 @@ fn train_evaluate_train_is_train_train() {
     let job = job(&net, 2);
     let expected = serial(&job);
     for setting in Setting::modes() {
-        job.on_ranks_against(&expected, &setting, |mut trainer| {
+        job.on_ranks(&expected, &setting, |mut trainer| {
             evaluate(&trainer);
             for _ in 0..job.steps {
                 trainer.train_one();
@@ -51,7 +51,7 @@ fn evaluation_in_mid_accumulation_leaves_the_gradients_alone() {
     let job = job(&net, 2);
     let expected = serial(&job);
     for setting in Setting::modes() {
-        job.on_ranks_against(&expected, &setting, |mut trainer| {
+        job.on_ranks(&expected, &setting, |mut trainer| {
             for _ in 0..job.steps {
                 trainer.microbatches_with(evaluate);
                 trainer.step();
@@ -69,7 +69,7 @@ fn on_one_rank_alone(alone: impl Fn(&Trainer<'_>) + Sync) {
         let expected = serial(&job);
         for setting in [Setting::of(Overlap::Chain), Setting::window(Credits::Buckets(1)), Setting::of(Overlap::None)] {
             let meeting = Meeting::of(ranks);
-            job.on_ranks_against(&expected, &setting, |mut trainer| {
+            job.on_ranks(&expected, &setting, |mut trainer| {
                 for step in 0..job.steps as usize {
                     trainer.train_one();
                     if trainer.rank() == step % ranks {
@@ -123,15 +123,14 @@ fn what_one_rank_demands_several_steps_ahead_is_not_forgotten() {
     let expected = serial(&job);
     let link = Some(Link::parse("1gbit,300us").unwrap());
     let last = *net.units[Net::TAIL].params.last().unwrap();
-    let ways: [&(dyn Fn(&Trainer<'_>) + Sync); 3] =
-        [&|trainer| evaluate(trainer), &|trainer| trainer.engine.ensure_params_ready().unwrap(), &|trainer| {
-            drop(trainer.outside(last))
-        }];
+    let flush = |trainer: &Trainer<'_>| trainer.engine.ensure_params_ready().unwrap();
+    let read = |trainer: &Trainer<'_>| _ = trainer.outside(last);
+    let ways: [&(dyn Fn(&Trainer<'_>) + Sync); 3] = [&evaluate, &flush, &read];
     for alone in ways {
         for setting in [Setting::of(Overlap::Chain), Setting::window(Credits::Buckets(1))] {
             let meeting = Meeting::of(job.ranks);
             let setting = Setting { steps_in_flight: 4, link, ..setting };
-            job.on_ranks_against(&expected, &setting, |mut trainer| {
+            job.on_ranks(&expected, &setting, |mut trainer| {
                 for rank in 0..3 {
                     trainer.train(4);
                     if trainer.rank() == rank % 2 {

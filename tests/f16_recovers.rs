@@ -46,7 +46,7 @@ fn from_a_scale_of_2_to_the_32_in_every_mode() {
 
     let mut hashes = Vec::new();
     for setting in Setting::modes() {
-        for finished in job.on_ranks_against(&expected, &setting, |t| t.train_to_the_end()) {
+        for finished in job.train(&expected, &setting) {
             assert_eq!(finished.counters.skipped_steps, skipped, "{setting:?}");
             hashes.push(finished.hash);
         }

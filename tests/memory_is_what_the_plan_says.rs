@@ -23,10 +23,10 @@ fn in_every_mode_and_for_every_number_of_ranks() {
         for (ranks, bucket_size) in [(1, 128), (2, 1), (3, 128), (8, 1 << 20)] {
             let scaler = with_f16.then(|| reference::Scaler::new(64.0, 100, 1));
             let program = |_, _| vec![(0..6).collect()];
-            let job = Job { bucket_size, scaler, ..Job::new(&net, ranks, 2, &program) };
+            let job = Job { scaler, bucket_size, ..Job::new(&net, ranks, 2, &program) };
             let expected = serial(&job);
             for setting in Setting::modes() {
-                job.on_ranks_against(&expected, &setting, |mut trainer| {
+                job.on_ranks(&expected, &setting, |mut trainer| {
                     check(&trainer);
                     for _ in 0..job.steps {
                         trainer.train_one();

@@ -18,7 +18,7 @@ fn in_every_mode(ranks: usize, steps: u64, program: &Program, after: impl Fn(&sy
     let job = Job::new(&net, ranks, steps, program);
     let expected = serial(&job);
     for setting in Setting::modes().map(slow_link) {
-        job.on_ranks_against(&expected, &setting, |mut trainer| {
+        job.on_ranks(&expected, &setting, |mut trainer| {
             for _ in 0..steps {
                 trainer.train_one();
                 after(&trainer);
@@ -31,8 +31,8 @@ fn in_every_mode(ranks: usize, steps: u64, program: &Program, after: impl Fn(&sy
 /// One to three microbatches, each through up to eight units in any order, some of them several times, others not at all.
 fn random_program(step: u64, rank: usize) -> Vec<Vec<usize>> {
     let draw = |what: u64, below: u64| (random_bits(&[3, step, rank as u64, what]) % below) as usize;
-    let microbatch = |m: u64| (0..1 + draw(m, 8)).map(|i| draw(100 + 10 * m + i as u64, 6)).collect();
-    (0..1 + draw(99, 3) as u64).map(microbatch).collect()
+    let microbatch = |m: u64| (0..=draw(m, 8)).map(|i| draw(100 + 10 * m + i as u64, 6)).collect();
+    (0..=draw(99, 3) as u64).map(microbatch).collect()
 }
 
 #[test]

@@ -198,3 +198,174 @@ impl Machine for Communicator {
         Some(CommunicatorMsg::Issued { key, event })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::sequence::WireBucket;
+    use gatherflow_kernels::DType;
+
+    /// Over three buckets; the gather order is 0, 1, 2.
+    fn communicator(compare_every: u64) -> Communicator {
+        let wire = WireBucket { reduce_bytes: 8, reduce_dtype: DType::F32, gather_bytes: 4, gather_dtype: DType::Bf16 };
+        let sequence = Sequence::new((0..3).map(BucketId).collect(), vec![wire; 3], 128, 0);
+        Communicator::new(sequence, 3, compare_every)
+    }
+
+    fn reduce(step: u64, bucket: u32) -> CommunicatorMsg {
+        CommunicatorMsg::Reduce { step, bucket: BucketId(bucket), after: vec![] }
+    }
+
+    fn gather(version: u64, bucket: u32) -> CommunicatorMsg {
+        CommunicatorMsg::Gather { version, bucket: BucketId(bucket), after: vec![] }
+    }
+
+    fn small(step: u64) -> CommunicatorMsg {
+        CommunicatorMsg::Small { step, after: vec![] }
+    }
+
+    fn verdict(step: u64, updated: bool) -> CommunicatorMsg {
+        CommunicatorMsg::Verdict { step, updated }
+    }
+
+    fn say(communicator: &mut Communicator, message: CommunicatorMsg) -> Vec<String> {
+        let mut actions = Vec::new();
+        communicator.on(message, &mut actions).unwrap();
+        let word = |action: &Action| match action {
+            Action::Issue { key, .. } if key.bucket == CollectiveKey::NO_BUCKET => format!("{}:small", key.seq),
+            Action::Issue { key, .. } => format!("{}:{:?} {}", key.seq, key.kind, key.bucket).to_lowercase(),
+            Action::Send(Letter::PreHook(PreHookMsg::Drain { version })) => format!("drain {version}"),
+            Action::Send(Letter::Supervisor(SupervisorMsg::Digest { step, history, .. })) => {
+                format!("digest {step} of {}", history.len())
+            }
+            other => format!("{other:?}"),
+        };
+        actions.iter().map(word).collect()
+    }
+
+    fn reduces_of(c: &mut Communicator, step: u64) {
+        for bucket in [2, 1, 0] {
+            say(c, reduce(step, bucket));
+        }
+    }
+
+    #[test]
+    fn requests_in_any_order_are_issued_in_the_one_order() {
+        let orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+        for reduces in orders {
+            for gathers in orders {
+                let mut c = communicator(0);
+                let mut issued = Vec::new();
+                for bucket in reduces {
+                    issued.extend(say(&mut c, reduce(0, bucket)));
+                }
+                issued.extend(say(&mut c, small(0)));
+                issued.extend(say(&mut c, verdict(0, true)));
+                for bucket in gathers {
+                    issued.extend(say(&mut c, gather(1, bucket)));
+                }
+                let order =
+                    ["0:reduce 2", "1:reduce 1", "2:reduce 0", "3:small", "4:gather 0", "5:gather 1", "6:gather 2"];
+                assert_eq!(issued, order, "{reduces:?} {gathers:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_small_one_waits_for_the_last_reduce_and_gathers_for_the_verdict() {
+        let mut c = communicator(0);
+        assert!(say(&mut c, small(0)).is_empty());
+        say(&mut c, reduce(0, 2));
+        say(&mut c, reduce(0, 1));
+        assert_eq!(say(&mut c, reduce(0, 0)), ["2:reduce 0", "3:small"]);
+        assert!(say(&mut c, gather(1, 0)).is_empty());
+        assert_eq!(say(&mut c, verdict(0, true)), ["4:gather 0"]);
+    }
+
+    #[test]
+    fn the_first_reduce_of_the_next_step_drains_pending_gathers_once() {
+        let mut c = communicator(0);
+        reduces_of(&mut c, 0);
+        say(&mut c, small(0));
+        say(&mut c, verdict(0, true));
+        say(&mut c, gather(1, 0));
+        assert_eq!(say(&mut c, reduce(1, 1)), ["drain 1"]);
+        assert!(say(&mut c, reduce(1, 2)).is_empty(), "asked already");
+        assert_eq!(say(&mut c, gather(1, 1)), ["5:gather 1"]);
+        assert_eq!(say(&mut c, gather(1, 2)), ["6:gather 2", "7:reduce 2", "8:reduce 1"]);
+    }
+
+    #[test]
+    fn a_skipped_step_goes_on_with_the_next_reduces() {
+        let mut c = communicator(0);
+        reduces_of(&mut c, 0);
+        say(&mut c, small(0));
+        assert!(say(&mut c, verdict(0, false)).is_empty());
+        assert_eq!(say(&mut c, reduce(1, 2)), ["4:reduce 2"]);
+    }
+
+    #[test]
+    fn the_digest_goes_out_after_every_nth_step_with_the_entries_since_the_last_one() {
+        let mut c = communicator(2);
+        for step in 0..4 {
+            reduces_of(&mut c, step);
+            say(&mut c, small(step));
+            let words = say(&mut c, verdict(step, false));
+            let expected = if step % 2 == 1 { vec![format!("digest {step} of 8")] } else { vec![] };
+            assert_eq!(words, expected);
+        }
+        let mut updated = communicator(1);
+        reduces_of(&mut updated, 0);
+        say(&mut updated, small(0));
+        say(&mut updated, verdict(0, true));
+        say(&mut updated, gather(1, 0));
+        say(&mut updated, gather(1, 1));
+        assert_eq!(say(&mut updated, gather(1, 2)), ["6:gather 2", "digest 0 of 7"]);
+    }
+
+    #[test]
+    fn what_was_issued_goes_to_who_asked() {
+        let mut c = communicator(0);
+        let wire = |kind, bucket| CollectiveKey { seq: 0, kind, bucket, bytes: 1, dtype: DType::F32, version: 3 };
+        let mut told = |kind, bucket| {
+            let mut actions = Vec::new();
+            let event = Event::done(0);
+            c.on(CommunicatorMsg::Issued { key: wire(kind, bucket), event }, &mut actions).unwrap();
+            format!("{:?}", actions.pop().unwrap())
+        };
+        assert!(told(CollectiveKind::Reduce, 1).contains("Bucket(BucketId(1), ReduceIssued { step: 3"));
+        assert!(told(CollectiveKind::Gather, 2).contains("Bucket(BucketId(2), GatherIssued { version: 3"));
+        assert!(told(CollectiveKind::Small, CollectiveKey::NO_BUCKET).contains("Optimizer(SmallIssued { step: 3"));
+    }
+
+    #[test]
+    fn what_the_state_does_not_allow_names_what_is_next_and_the_message() {
+        let refuses = |c: &mut Communicator, wrong: Vec<CommunicatorMsg>, next: &str| {
+            for message in wrong {
+                let text = c.on(message.clone(), &mut Vec::new()).unwrap_err().to_string();
+                assert!(text.contains("communicator actor") && text.contains(next), "{text}");
+                assert!(text.contains(&format!("{message:?}")), "{text}");
+            }
+        };
+        let mut c = communicator(0);
+        refuses(&mut c, vec![verdict(0, true), gather(0, 0), gather(2, 0)], "Reduce { step: 0, bucket: BucketId(2) }");
+        say(&mut c, reduce(0, 0));
+        refuses(&mut c, vec![reduce(0, 0), reduce(1, 0)], "Reduce { step: 0, bucket: BucketId(2) }");
+        say(&mut c, reduce(0, 1));
+        say(&mut c, reduce(0, 2));
+        say(&mut c, small(0));
+        refuses(&mut c, vec![verdict(1, true)], "AwaitVerdict { step: 0 }");
+        say(&mut c, verdict(0, true));
+        say(&mut c, gather(1, 1));
+        refuses(
+            &mut c,
+            vec![gather(1, 1), gather(2, 0), verdict(0, true)],
+            "Gather { version: 1, bucket: BucketId(0) }",
+        );
+        say(&mut c, gather(1, 0));
+        say(&mut c, gather(1, 2));
+        refuses(&mut c, vec![reduce(0, 0), small(0), gather(1, 0)], "Reduce { step: 1, bucket: BucketId(2) }");
+    }
+}

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -182,6 +182,8 @@ impl Face {
     /// Whether a thread is parked for this change, or a waker is there: a step has two changes per bucket, and an executor that
     /// waits for the outcome must not be woken for each.
     fn awaited(&self, parked: &AtomicUsize) -> bool {
+        // Either this sees who has parked, or who parks sees what was published.
+        fence(Ordering::SeqCst);
         parked.load(Ordering::SeqCst) > 0 || self.wakers.load(Ordering::SeqCst) > 0
     }
 
@@ -201,6 +203,7 @@ impl Face {
         if !lot.iter().any(|other| other.will_wake(waker)) {
             lot.push(waker.clone());
             self.wakers.store(lot.len(), Ordering::SeqCst);
+            fence(Ordering::SeqCst);
         }
     }
 
@@ -243,6 +246,7 @@ impl Face {
         let deadline = Instant::now() + limit;
         let mut lot = self.lot.lock();
         parked.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
         let result = loop {
             if let Some(value) = condition() {
                 break Ok(value);

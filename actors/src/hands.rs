@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gatherflow_kernels::{
-    Cause, CollectiveKey, CollectiveKind, Comm, Device, DeviceError, Event, Failure, FailureKind, StreamId, Work, clock,
+    Cause, CollectiveKey, CollectiveKind, Comm, Device, DeviceError, Event, Failure, FailureKind, StreamId, StreamKind,
+    Work, clock,
 };
 use parking_lot::Mutex;
 
@@ -36,6 +37,18 @@ pub(crate) struct Streams {
     pub(crate) optimizer: StreamId,
     pub(crate) reduce: StreamId,
     pub(crate) gather: StreamId,
+}
+
+impl Streams {
+    /// One stream of each kind.
+    pub(crate) fn of(device: &dyn Device) -> Result<Self, DeviceError> {
+        Ok(Self {
+            executor: device.stream(StreamKind::Executor)?,
+            optimizer: device.stream(StreamKind::Optimizer)?,
+            reduce: device.stream(StreamKind::Reduce)?,
+            gather: device.stream(StreamKind::Gather)?,
+        })
+    }
 }
 
 /// A collective that was asked for and whose end nobody has seen yet.
@@ -67,6 +80,8 @@ pub(crate) struct Hands {
     pub(crate) outstanding: Mutex<VecDeque<Outstanding>>,
     /// Kept from turn to turn, for all machines: the memory of two lists of actions.
     pub(crate) lists: Mutex<Lists>,
+    /// The verdict that is awaited: its step, the event behind it, and since when nothing else is in its way.
+    pub(crate) judging: Mutex<Option<(u64, Event, u64)>>,
     /// The session ends its actors: from now on their end is no failure.
     pub(crate) stopping: AtomicBool,
     /// Tests leave out the waits of one edge, to see the checker find it.
@@ -144,6 +159,20 @@ impl Hands {
         let mut outstanding = self.outstanding.lock();
         trim(&mut outstanding);
         outstanding.front().map(|o| (o.key, o.since_ns))
+    }
+
+    /// The step whose verdict is awaited, and since when all collectives before it are over.
+    pub(crate) fn oldest_verdict(&self) -> Option<(u64, u64)> {
+        let mut judging = self.judging.lock();
+        let (step, event, since_ns) = judging.as_mut()?;
+        if event.is_done() {
+            *judging = None;
+            return None;
+        }
+        if self.oldest_outstanding().is_some() {
+            *since_ns = clock::now_ns();
+        }
+        Some((*step, *since_ns))
     }
 
     /// Wraps what a device said into a failure of this rank.
@@ -304,6 +333,7 @@ impl Hands {
                     }
                     (Err(cause), _) => post.post(Letter::Supervisor(SupervisorMsg::Failed(cause))),
                 };
+                *self.judging.lock() = Some((step, event.clone(), clock::now_ns()));
                 self.device.when(&event, Box::new(notify));
             }
             Action::LetGo { bucket, version, after_entry } => {

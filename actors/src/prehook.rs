@@ -8,6 +8,7 @@
 //! Hears from the executor (demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
 //! communicator (drain) and the supervisor (peer demand). Says to the buckets: gather, in gather order, each once a version.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::action::{Action, Letter, Machine, Publication, WrongTransition};
@@ -181,10 +182,11 @@ impl PreHook {
 
     /// Remembers a demand; `true` if it is for this version.
     fn note(&mut self, version: u64, entered: u32, forced: u32) -> bool {
-        if version < self.version {
-            return false;
-        }
-        let slot = if version == self.version { &mut self.demand } else { self.early.entry(version).or_default() };
+        let slot = match version.cmp(&self.version) {
+            Ordering::Less => return false,
+            Ordering::Equal => &mut self.demand,
+            Ordering::Greater => self.early.entry(version).or_default(),
+        };
         slot.entered = slot.entered.max(entered);
         slot.forced = slot.forced.max(forced);
         version == self.version
@@ -267,6 +269,8 @@ impl Machine for PreHook {
             PreHookMsg::WaitEnded { version, waited } => {
                 if version == self.version {
                     self.waited = self.waited.max(waited);
+                    // A wait is demand too, whether or not it was asked for.
+                    self.demand.entered = self.demand.entered.max(waited);
                     self.let_go(true, actions);
                 }
             }
@@ -307,5 +311,216 @@ impl Machine for PreHook {
             return Some(PreHookMsg::WaitEnded { version: waited.0, waited: waited.1 });
         }
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    const BYTES: [u64; 5] = [10, 20, 30, 40, 50];
+
+    fn prehook(mode: Overlap, buckets: u32, bytes: Option<u64>) -> PreHook {
+        let order = (0..5).rev().map(BucketId).collect();
+        PreHook::new(order, BYTES, mode, Credits { buckets, bytes }, true)
+    }
+
+    /// The positions that a message lets go, and which of them only after the executor's entry.
+    fn say(prehook: &mut PreHook, message: PreHookMsg) -> (Vec<u32>, Vec<u32>) {
+        let mut actions = Vec::new();
+        prehook.on(message, &mut actions).unwrap();
+        let (mut gone, mut after) = (Vec::new(), Vec::new());
+        for action in actions {
+            if let Action::LetGo { bucket, version, after_entry } = action {
+                assert_eq!(version, prehook.version());
+                let position = 4 - bucket.0;
+                gone.push(position);
+                if after_entry {
+                    after.push(position);
+                }
+            }
+        }
+        (gone, after)
+    }
+
+    fn finished(version: u64) -> PreHookMsg {
+        PreHookMsg::StepFinished { version, updated: true }
+    }
+
+    fn demand(version: u64, demanded: u32) -> PreHookMsg {
+        PreHookMsg::Demand { version, demanded, announce: false }
+    }
+
+    fn none() -> (Vec<u32>, Vec<u32>) {
+        (vec![], vec![])
+    }
+
+    #[test]
+    fn credits_in_buckets_bound_how_far_gathers_run_ahead_of_demand() {
+        for credits in 1..=5 {
+            let mut p = prehook(Overlap::Window, credits, None);
+            assert_eq!(say(&mut p, finished(1)).0, (0..credits).collect::<Vec<_>>());
+            let mut let_go = credits;
+            for demanded in 1..=5 {
+                let (gone, after) = say(&mut p, demand(1, demanded));
+                let reach = (demanded + credits).min(5);
+                assert_eq!(gone, (let_go..reach).collect::<Vec<_>>(), "{credits} credits, {demanded} demanded");
+                assert_eq!(after, gone, "what an entry lets go starts after it");
+                let_go = reach.max(let_go);
+            }
+            assert!(say(&mut p, demand(1, 5)).0.is_empty(), "each goes once");
+        }
+    }
+
+    #[test]
+    fn unlimited_credits_let_everything_go_when_the_step_is_finished() {
+        let mut p = prehook(Overlap::Window, u32::MAX, None);
+        assert_eq!(say(&mut p, finished(1)), (vec![0, 1, 2, 3, 4], vec![]));
+        assert_eq!(p.waits_for_demand(), Some(false));
+    }
+
+    #[test]
+    fn credits_in_bytes_bound_the_sum_and_a_bucket_above_them_goes_on_demand_only() {
+        let mut p = prehook(Overlap::Window, u32::MAX, Some(30));
+        assert_eq!(say(&mut p, finished(1)).0, [0, 1], "10 + 20 bytes");
+        assert_eq!(say(&mut p, demand(1, 1)), none(), "20 + 30 are too many");
+        assert_eq!(say(&mut p, demand(1, 2)).0, [2]);
+        assert_eq!(say(&mut p, demand(1, 3)), none(), "40 bytes are above the budget");
+        assert_eq!(say(&mut p, demand(1, 4)).0, [3]);
+        assert_eq!(say(&mut p, demand(1, 5)).0, [4]);
+        assert_eq!(p.peak_ahead_bytes, 30);
+    }
+
+    #[test]
+    fn without_overlap_the_finished_step_lets_everything_go() {
+        let mut p = prehook(Overlap::None, 1, None);
+        assert_eq!(say(&mut p, finished(1)), (vec![0, 1, 2, 3, 4], vec![]));
+    }
+
+    #[test]
+    fn in_a_chain_each_wait_that_ended_lets_the_next_one_go() {
+        let mut p = prehook(Overlap::Chain, 1, None);
+        assert_eq!(say(&mut p, finished(1)), (vec![0], vec![]));
+        assert_eq!(say(&mut p, demand(1, 3)), none(), "demand alone does not break the chain");
+        for waited in 1..5 {
+            let ended = PreHookMsg::WaitEnded { version: 1, waited };
+            assert_eq!(say(&mut p, ended), (vec![waited], vec![waited]));
+        }
+    }
+
+    #[test]
+    fn peers_flushes_and_drains_count_as_demand_without_an_entry() {
+        for mode in [Overlap::Window, Overlap::Chain] {
+            let mut p = prehook(mode, 1, None);
+            say(&mut p, finished(1));
+            let reach = if mode == Overlap::Window { vec![1, 2, 3] } else { vec![1, 2] };
+            assert_eq!(say(&mut p, PreHookMsg::PeerDemand { version: 1, demanded: 3 }).0, reach);
+            let (gone, after) = say(&mut p, PreHookMsg::Drain { version: 1 });
+            assert_eq!(gone.last(), Some(&4));
+            assert!(after.is_empty());
+            assert_eq!(say(&mut p, PreHookMsg::Drain { version: 0 }), none(), "a version that is over");
+        }
+        let mut p = prehook(Overlap::Window, 1, None);
+        say(&mut p, finished(1));
+        let beyond = PreHookMsg::PeerDemand { version: 1, demanded: 99 };
+        assert_eq!(say(&mut p, beyond).0, [1, 2, 3, 4], "a peer cannot ask for more than there is");
+    }
+
+    #[test]
+    fn demand_for_any_later_version_is_kept_until_its_step_is_finished() {
+        let mut p = prehook(Overlap::Window, 1, None);
+        assert_eq!(say(&mut p, PreHookMsg::PeerDemand { version: 2, demanded: 4 }), none());
+        assert_eq!(say(&mut p, PreHookMsg::Drain { version: 3 }), none());
+        assert_eq!(say(&mut p, demand(1, 2)), none());
+        assert_eq!(say(&mut p, finished(1)).0, [0, 1, 2]);
+        say(&mut p, PreHookMsg::Drain { version: 1 });
+        assert_eq!(say(&mut p, finished(2)), (vec![0, 1, 2, 3, 4], vec![]));
+        assert_eq!(say(&mut p, finished(3)), (vec![0, 1, 2, 3, 4], vec![]));
+        assert_eq!(say(&mut p, finished(4)).0, [0], "nothing is carried over");
+    }
+
+    #[test]
+    fn a_skipped_step_has_nothing_to_let_go() {
+        let mut p = prehook(Overlap::Window, 3, None);
+        assert_eq!(say(&mut p, PreHookMsg::StepFinished { version: 1, updated: false }), none());
+        assert_eq!(say(&mut p, demand(1, 5)), none());
+        assert_eq!((p.waits_for_demand(), p.version()), (Some(false), 1));
+        assert_eq!(say(&mut p, finished(2)).0, [0, 1, 2]);
+    }
+
+    #[test]
+    fn peers_hear_of_a_demand_once() {
+        let mut p = prehook(Overlap::Window, 1, None);
+        say(&mut p, finished(1));
+        let announced = |p: &mut PreHook, demanded| {
+            let mut actions = Vec::new();
+            p.on(PreHookMsg::Demand { version: 1, demanded, announce: true }, &mut actions).unwrap();
+            let told = |a: &&Action| matches!(a, Action::Send(Letter::Supervisor(SupervisorMsg::Demanded { .. })));
+            actions.iter().filter(told).count()
+        };
+        assert_eq!(
+            [announced(&mut p, 2), announced(&mut p, 2), announced(&mut p, 1), announced(&mut p, 3)],
+            [1, 0, 0, 1]
+        );
+    }
+
+    #[test]
+    fn what_the_executor_left_without_a_message_is_caught_up() {
+        let mut p = prehook(Overlap::Window, 1, None);
+        assert!(p.catch_up((1, 3), (0, 0)).is_none(), "that step is not finished");
+        say(&mut p, finished(1));
+        let message = p.catch_up((1, 3), (0, 0)).unwrap();
+        assert_eq!(say(&mut p, message).0, [1, 2, 3]);
+        assert!(p.catch_up((1, 3), (1, 2)).is_some(), "a wait that ended");
+        assert!(p.catch_up((2, 1), (0, 0)).is_none());
+    }
+
+    #[test]
+    fn what_the_state_does_not_allow_names_state_and_message() {
+        let gathered = |version, bucket| PreHookMsg::Gathered { version, bucket: BucketId(bucket) };
+        let mut p = prehook(Overlap::Window, 2, None);
+        say(&mut p, finished(1));
+        say(&mut p, gathered(1, 4));
+        // Out of order, of another version, not let go; a step that is finished twice, or before its gathers went.
+        for wrong in [gathered(1, 4), gathered(2, 3), gathered(1, 2), finished(1), finished(3), finished(2)] {
+            let error = p.on(wrong.clone(), &mut Vec::new()).unwrap_err().to_string();
+            assert!(error.contains("pre-hook actor") && error.contains("version 1, 2 of 5 let go"), "{error}");
+            assert!(error.contains(&format!("{wrong:?}")), "{error}");
+        }
+        say(&mut p, gathered(1, 3));
+    }
+    #[test]
+    fn each_version_is_announced_for_itself_and_only_what_is_more() {
+        let mut p = prehook(Overlap::Window, 1, None);
+        say(&mut p, finished(1));
+        let mut announced = |version, demanded| {
+            let mut actions = Vec::new();
+            p.on(PreHookMsg::Demand { version, demanded, announce: true }, &mut actions).unwrap();
+            let told = |a: &&Action| matches!(a, Action::Send(Letter::Supervisor(SupervisorMsg::Demanded { .. })));
+            actions.iter().filter(told).count()
+        };
+        assert_eq!(announced(1, 4), 1);
+        assert_eq!(announced(2, 1), 1, "less than was announced, but for a later version");
+        assert_eq!([announced(2, 1), announced(2, 3)], [0, 1]);
+    }
+
+    #[test]
+    fn a_chain_goes_on_for_what_a_future_awaits_though_nobody_waits_on_what_is_before_it() {
+        let mut p = prehook(Overlap::Chain, 3, None);
+        assert_eq!(say(&mut p, finished(1)).0, [0]);
+        assert_eq!(say(&mut p, PreHookMsg::Demand { version: 1, demanded: 3, announce: true }).0, []);
+        assert_eq!(say(&mut p, PreHookMsg::Awaited { version: 1, demanded: 3 }).0, [1, 2]);
+    }
+
+    #[test]
+    fn a_chain_is_one_gather_ahead_of_the_wait_and_says_so() {
+        let mut p = prehook(Overlap::Chain, 3, None);
+        say(&mut p, finished(1));
+        for waited in 1..5 {
+            assert_eq!(say(&mut p, PreHookMsg::WaitEnded { version: 1, waited }).0, [waited]);
+        }
+        assert_eq!(p.peak_ahead_bytes, *BYTES.iter().max().unwrap());
     }
 }

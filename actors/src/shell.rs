@@ -21,7 +21,7 @@ use crate::machines::Machines;
 use crate::optimizer::OptimizerMsg;
 use crate::plan::BucketId;
 use crate::prehook::PreHookMsg;
-use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, overdue};
+use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, overdue, overdue_verdict};
 
 /// Where the actors of a rank are. Letters posted before they are spawned are dropped; there are none.
 #[derive(Debug, Default)]
@@ -144,7 +144,11 @@ impl WatchState {
         if let Some(first) = hands.control.failed().or_else(|| hands.device.failed()) {
             return Some(first);
         }
-        let (key, since) = hands.oldest_outstanding()?;
+        let verdict = hands.oldest_verdict();
+        let Some((key, since)) = hands.oldest_outstanding() else {
+            let (step, since) = verdict?;
+            return overdue_verdict(&self.deadlines, now, step, since, hands.control.rank()).map(Arc::new);
+        };
         let boards = hands.control.boards();
         let mut views = Vec::with_capacity(boards.len());
         for (board, seen) in boards.iter().zip(&mut self.progress) {
@@ -328,6 +332,14 @@ impl ActorThread {
     }
 }
 
+fn running<M: Machine>(name: ActorName, machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
+    Running { name, machine, hands: hands.clone(), post: post.clone(), issuer: None }
+}
+
+fn shell<M: Machine>() -> Shell<M> {
+    Shell(std::marker::PhantomData)
+}
+
 async fn spawn_all(
     machines: Machines,
     hands: &Arc<Hands>,
@@ -336,12 +348,6 @@ async fn spawn_all(
     deadlines: Deadlines,
 ) -> Result<(ActorRef<Watch>, tokio::task::JoinHandle<()>), String> {
     let post: Arc<dyn Post> = directory.clone();
-    fn running<M: Machine>(name: ActorName, machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
-        Running { name, machine, hands: hands.clone(), post: post.clone(), issuer: None }
-    }
-    fn shell<M: Machine>() -> Shell<M> {
-        Shell(std::marker::PhantomData)
-    }
     let text = |e: ractor::SpawnErr| format!("cannot start an actor: {e}");
     let watch = WatchState {
         running: running(ActorName::Supervisor, machines.supervisor, hands, &post),

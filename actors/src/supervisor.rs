@@ -218,7 +218,7 @@ pub struct Deadlines {
 
 impl Default for Deadlines {
     fn default() -> Self {
-        let limit = Duration::from_secs(600);
+        let limit = Duration::from_mins(10);
         Self { start_up: limit, collective: limit, silence: limit }
     }
 }
@@ -323,4 +323,282 @@ pub fn overdue(
     let message =
         format!("every rank started the {key} but it did not finish within {seconds:.1} s (deadline `collective`)");
     failure(FailureKind::Deadline, rank, message)
+}
+
+/// Judges the verdict that this rank waits for once all collectives before it are over: only its own work is in the way.
+pub fn overdue_verdict(deadlines: &Deadlines, now_ns: u64, step: u64, since_ns: u64, rank: usize) -> Option<Failure> {
+    if u128::from(now_ns.saturating_sub(since_ns)) <= deadlines.collective.as_nanos() {
+        return None;
+    }
+    let message = format!(
+        "the verdict did not come within {:.1} s after the small all-gather (deadline `collective`): the work of the \
+         optimizer's stream is stuck",
+        deadlines.collective.as_secs_f64()
+    );
+    Some(Failure::new(FailureKind::Deadline, rank, message).at_step(step))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use gatherflow_kernels::DType;
+
+    fn cause(message: &str) -> Cause {
+        Arc::new(Failure::new(FailureKind::Device, 1, message))
+    }
+
+    fn entry(seq: u64, kind: CollectiveKind, bucket: u32) -> CollectiveKey {
+        CollectiveKey { seq, kind, bucket, bytes: 8, dtype: DType::F32, version: 4 }
+    }
+
+    fn say(supervisor: &mut Supervisor, message: SupervisorMsg) -> Vec<Action> {
+        let mut actions = Vec::new();
+        supervisor.on(message, &mut actions).unwrap();
+        actions
+    }
+
+    fn own(step: u64, digest: u64, history: &[CollectiveKey]) -> SupervisorMsg {
+        SupervisorMsg::Digest { step, digest, history: history.to_vec() }
+    }
+
+    fn theirs(from: usize, step: u64, digest: u64) -> SupervisorMsg {
+        SupervisorMsg::Control(ControlMsg::Digest { from, step, digest })
+    }
+
+    fn history(from: usize, step: u64, entries: &[CollectiveKey]) -> SupervisorMsg {
+        SupervisorMsg::Control(ControlMsg::History { from, step, entries: entries.into() })
+    }
+
+    /// The one failure that these actions poison with and announce.
+    fn failure(actions: &[Action]) -> Cause {
+        let [Action::Poison(cause), Action::Announce(ControlMsg::Failed(told))] = actions else {
+            panic!("{actions:?}");
+        };
+        assert_eq!(cause, told);
+        cause.clone()
+    }
+
+    #[test]
+    fn the_first_failure_poisons_and_is_told_and_later_ones_change_nothing() {
+        let mut s = Supervisor::new(0, 2);
+        assert_eq!(failure(&say(&mut s, SupervisorMsg::Failed(cause("a")))), cause("a"));
+        assert!(say(&mut s, SupervisorMsg::Failed(cause("b"))).is_empty());
+        assert!(say(&mut s, SupervisorMsg::Control(ControlMsg::Failed(cause("c")))).is_empty());
+        assert_eq!(s.poisoned(), Some(&cause("a")));
+        // What a peer told is not told again.
+        let mut s = Supervisor::new(0, 2);
+        let actions = say(&mut s, SupervisorMsg::Control(ControlMsg::Failed(cause("c"))));
+        assert!(matches!(&actions[..], [Action::Poison(told)] if *told == cause("c")), "{actions:?}");
+    }
+
+    #[test]
+    fn demand_goes_to_peers_and_that_of_peers_to_the_pre_hook() {
+        let mut s = Supervisor::new(1, 2);
+        let told = format!("{:?}", say(&mut s, SupervisorMsg::Demanded { version: 3, demanded: 2 }));
+        assert_eq!(told, "[Announce(Demand { from: 1, version: 3, demanded: 2 })]");
+        let heard = ControlMsg::Demand { from: 0, version: 3, demanded: 2 };
+        let told = format!("{:?}", say(&mut s, SupervisorMsg::Control(heard)));
+        assert_eq!(told, "[Send(PreHook(PeerDemand { version: 3, demanded: 2 }))]");
+    }
+
+    #[test]
+    fn digests_that_agree_are_forgotten_whether_peers_are_early_or_late() {
+        let mut s = Supervisor::new(1, 3);
+        assert!(say(&mut s, theirs(0, 0, 7)).is_empty(), "early");
+        assert_eq!(say(&mut s, own(0, 7, &[])).len(), 1, "its own is announced");
+        assert!(say(&mut s, theirs(2, 0, 7)).is_empty(), "late");
+        assert!(s.own.is_empty() && s.early.is_empty());
+        assert!(say(&mut s, theirs(2, 0, 7)).is_empty(), "later than that");
+        assert!(s.own.is_empty() && s.early.is_empty(), "is kept by nobody");
+    }
+
+    #[test]
+    fn a_rank_alone_compares_nothing_and_keeps_nothing() {
+        let mut s = Supervisor::new(0, 1);
+        for step in 0..10 {
+            assert!(say(&mut s, own(step, step, &[])).is_empty());
+        }
+        assert!(s.own.is_empty());
+    }
+
+    #[test]
+    fn own_digests_that_no_peer_answers_are_bounded_in_number() {
+        let mut s = Supervisor::new(0, 2);
+        for step in 0..1000 {
+            say(&mut s, own(step, step, &[]));
+        }
+        assert_eq!(s.own.len(), KEPT);
+        assert!(say(&mut s, theirs(1, 3, 999)).is_empty(), "too late to be compared");
+        assert!(s.early.is_empty());
+        assert_eq!(say(&mut s, theirs(1, 999, 1)).len(), 1, "the newest one still is");
+    }
+
+    #[test]
+    fn a_mismatch_shows_the_history_to_that_peer_only() {
+        for early in [false, true] {
+            let mut s = Supervisor::new(1, 3);
+            let mut messages = [theirs(2, 5, 8), own(5, 7, &[entry(0, CollectiveKind::Reduce, 1)])];
+            if !early {
+                messages.reverse();
+            }
+            let actions: Vec<_> = messages.into_iter().flat_map(|message| say(&mut s, message)).collect();
+            let Some(Action::Tell { to: 2, message: ControlMsg::History { from: 1, step: 5, entries } }) =
+                actions.last()
+            else {
+                panic!("{actions:?}");
+            };
+            assert_eq!(entries.len(), 1);
+            assert!(s.poisoned().is_none(), "the peer's history has to come first");
+        }
+    }
+
+    #[test]
+    fn both_ranks_name_the_first_differing_entry_in_the_same_words() {
+        use CollectiveKind::{Gather, Reduce};
+        let mine = [entry(0, Reduce, 2), entry(1, Reduce, 1), entry(2, Reduce, 0)];
+        let other = [entry(0, Reduce, 2), entry(1, Reduce, 0), entry(2, Gather, 1)];
+        let mut said = Vec::new();
+        for (rank, peer, a, b) in [(0, 1, &mine, &other), (1, 0, &other, &mine)] {
+            for early in [false, true] {
+                let mut s = Supervisor::new(rank, 2);
+                let mut messages = [history(peer, 4, b), own(4, 1, a)];
+                if !early {
+                    messages.reverse();
+                }
+                let actions: Vec<_> = messages.into_iter().flat_map(|message| say(&mut s, message)).collect();
+                said.push(failure(&actions[actions.len() - 2..]));
+            }
+        }
+        assert!(said.iter().all(|cause| cause == &said[0]), "{said:?}");
+        assert_eq!((said[0].kind, said[0].step, said[0].bucket), (FailureKind::OrderMismatch, Some(4), Some(1)));
+        assert_eq!(
+            said[0].message,
+            "collective 1 differs: rank 0 issued reduce of bucket 1 (version 4, 8 bytes, f32), rank 1 issued reduce of \
+             bucket 0 (version 4, 8 bytes, f32)"
+        );
+    }
+
+    #[test]
+    fn histories_that_are_cut_shorter_or_equal_are_told_apart() {
+        let keys: Vec<_> = (0..6).map(|seq| entry(seq, CollectiveKind::Reduce, seq as u32)).collect();
+        let said = |mine: &[CollectiveKey], theirs: &[CollectiveKey]| {
+            let mut s = Supervisor::new(0, 2);
+            say(&mut s, own(4, 1, mine));
+            failure(&say(&mut s, history(1, 4, theirs))).message.clone()
+        };
+        assert!(said(&keys, &keys[2..]).contains("not their last"), "lined up by sequence number");
+        assert!(said(&keys[..5], &keys).contains("collective 5 differs: rank 0 issued nothing, rank 1 issued reduce"));
+        assert!(said(&[], &keys).contains("not their last 0 collectives"));
+    }
+
+    fn deadlines() -> Deadlines {
+        let limit = Duration::from_nanos(100);
+        Deadlines { start_up: limit, collective: limit, silence: Duration::from_nanos(40) }
+    }
+
+    type Expected = Option<(FailureKind, usize, &'static str)>;
+
+    #[test]
+    fn overdue_tells_who_and_why() {
+        let key = entry(7, CollectiveKind::Gather, 2);
+        let fine = PeerView { issued: 8, begun: 8, progress_ns: 1000, alive_ns: 1000, ..PeerView::default() };
+        let waits = PeerView { issued: 7, ..fine };
+        let judge = |now: u64, peer: PeerView, own: PeerView| overdue(&deadlines(), now, &key, 1000, 1, &[peer, own]);
+        let alive = |now: u64, view: PeerView| PeerView { alive_ns: now, ..view };
+        let table: [(&str, u64, PeerView, PeerView, Expected); 14] = [
+            ("within all deadlines", 1030, waits, fine, None),
+            ("a heartbeat is due", 1040, waits, fine, None),
+            ("silent", 1041, waits, fine, Some((FailureKind::RankLost, 0, "gave no sign of life"))),
+            ("alive", 1100, alive(1090, waits), fine, None),
+            (
+                "not issued",
+                1101,
+                alive(1100, waits),
+                fine,
+                Some((FailureKind::Deadline, 0, "has not issued the gather")),
+            ),
+            ("progress", 1150, PeerView { progress_ns: 1060, ..alive(1140, waits) }, fine, None),
+            (
+                "left",
+                1001,
+                PeerView { left: true, ..waits },
+                fine,
+                Some((FailureKind::RankLost, 0, "rank 0 left; rank 1 waits for it in the gather of bucket 2")),
+            ),
+            ("left after its part", 1050, PeerView { left: true, ..fine }, fine, None),
+            (
+                "left before it finished",
+                1001,
+                PeerView { left: true, abandoned: Some(6), ..fine },
+                fine,
+                Some((FailureKind::RankLost, 0, "which it issued but did not finish")),
+            ),
+            ("left later than that", 1001, PeerView { left: true, abandoned: Some(8), ..fine }, fine, None),
+            ("not finished in time", 1101, fine, fine, Some((FailureKind::Deadline, 1, "every rank started"))),
+            (
+                "not started there",
+                1101,
+                PeerView { begun: 7, ..fine },
+                fine,
+                Some((FailureKind::Deadline, 0, "rank 0 has not started it")),
+            ),
+            (
+                "not started here",
+                1101,
+                PeerView { begun: u64::MAX, ..fine },
+                PeerView { begun: 3, ..fine },
+                Some((FailureKind::Deadline, 1, "rank 1 has not started it")),
+            ),
+            (
+                "stuck in the issuing thread",
+                1101,
+                fine,
+                PeerView { issued: 7, ..fine },
+                Some((FailureKind::Deadline, 1, "its issuing thread is stuck")),
+            ),
+        ];
+        for (what, now, peer, own, expected) in table {
+            let failure = judge(now, peer, own);
+            match (&failure, expected) {
+                (None, None) => {}
+                (Some(failure), Some((kind, rank, text))) => {
+                    assert_eq!((failure.kind, failure.rank), (kind, rank), "{what}: {failure}");
+                    assert!(failure.message.contains(text), "{what}: {failure}");
+                    assert_eq!((failure.step, failure.bucket), (Some(3), Some(2)), "{what}");
+                }
+                _ => panic!("{what}: {failure:?}"),
+            }
+        }
+    }
+
+    #[test]
+    fn failures_name_the_step_and_bucket_of_their_collective() {
+        let lost = [PeerView { left: true, ..PeerView::default() }, PeerView::default()];
+        let named = |kind, bucket| {
+            let failure = overdue(&deadlines(), 0, &entry(7, kind, bucket), 0, 1, &lost).unwrap();
+            (failure.step, failure.bucket)
+        };
+        assert_eq!(named(CollectiveKind::Gather, 2), (Some(3), Some(2)), "the step that made version 4");
+        assert_eq!(named(CollectiveKind::Reduce, 2), (Some(4), Some(2)));
+        assert_eq!(named(CollectiveKind::Small, CollectiveKey::NO_BUCKET), (Some(4), None));
+        assert_eq!(named(CollectiveKind::StartUp, CollectiveKey::NO_BUCKET), (None, None));
+    }
+
+    #[test]
+    fn a_verdict_has_the_deadline_of_a_collective() {
+        assert!(overdue_verdict(&deadlines(), 1100, 6, 1000, 1).is_none());
+        let failure = overdue_verdict(&deadlines(), 1101, 6, 1000, 1).unwrap();
+        assert_eq!((failure.kind, failure.rank, failure.step), (FailureKind::Deadline, 1, Some(6)));
+    }
+
+    #[test]
+    fn deadlines_are_looked_at_often_enough_to_be_met_within_a_quarter() {
+        for ms in [20, 200, 20_000, 600_000] {
+            let limit = Duration::from_millis(ms);
+            let tick = Deadlines { start_up: limit, collective: limit, silence: limit }.tick();
+            assert!(tick <= (limit / 4).max(Duration::from_millis(5)) && tick <= Duration::from_secs(1), "{ms}");
+        }
+    }
 }

@@ -8,15 +8,17 @@ mod scenario;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
 use drills::{DEADLINES, End, LIMIT, Part, a_new_session_works, nothing_is_left, one_cause, run, run_over, scenario};
 use gatherflow_actors::drill::{Drill, Fault};
 use gatherflow_actors::plan::{BucketId, UnitId};
-use gatherflow_actors::{ActorName, Deadlines, Driver, LrRow, Overlap, Ranks, StepRequest};
+use gatherflow_actors::{ActorName, Deadlines, Driver, LrRow, Overlap, Ranks, Session, StepRequest};
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
-use gatherflow_kernels::{Cause, CollectiveKey, CollectiveKind, FailureKind, Link, Work};
+use gatherflow_kernels::{Cause, CollectiveKey, CollectiveKind, FailureKind, Link, OpenOptions, Work};
 use scenario::{Draw, Scenario, Shape};
 
 /// Tests count threads of the process and measure time, so they run one after the other.
@@ -210,6 +212,59 @@ fn a_collective_that_stalls_on_one_rank_is_named_with_that_rank_as_not_started()
         nothing_is_left("stalls");
         a_new_session_works(ranks);
     }
+}
+
+#[test]
+fn a_verdict_that_stalls_on_the_only_rank_ends_its_wait() {
+    let _alone = alone();
+    let mut part = Part::default();
+    part.before_work = Some(BeforeWork::new(|work| match work {
+        Work::Verdict(verdict) if verdict.step == 1 => Inject::Delay(Duration::from_millis(1500)),
+        _ => Inject::Nothing,
+    }));
+    let from = Instant::now();
+    let ends = run("verdict", &scenario(1), "cpu", vec![part]);
+    let cause = one_cause("verdict", &ends);
+    assert_eq!((cause.kind, cause.step), (FailureKind::Deadline, Some(1)), "{cause}");
+    assert!(cause.message.contains("the verdict did not come"), "{cause}");
+    // The deadline, and what a drop spends on a stuck thread.
+    assert!(from.elapsed() < Duration::from_millis(2500), "{:?}", from.elapsed());
+    nothing_is_left("verdict");
+}
+
+#[test]
+fn a_session_whose_last_owner_is_a_waker_ends_on_the_actor_thread() {
+    struct Owner(Mutex<Option<(Arc<Session>, Sender<String>)>>);
+    impl Wake for Owner {
+        fn wake(self: Arc<Self>) {
+            if let Some((session, sender)) = self.0.lock().unwrap().take() {
+                assert_eq!(Arc::strong_count(&session), 1, "it is the last owner");
+                drop(session);
+                sender.send(std::thread::current().name().unwrap_or_default().to_string()).unwrap();
+            }
+        }
+    }
+    let _alone = alone();
+    let scenario = scenario(1);
+    let plan = Arc::new(scenario.plan());
+    // Time for the test to let go of its own handle.
+    let late = BeforeWork::new(|work| match work {
+        Work::Verdict(_) => Inject::Delay(Duration::from_millis(200)),
+        _ => Inject::Nothing,
+    });
+    let options = OpenOptions { before_work: Some(late), ..OpenOptions::default() };
+    let seat = Ranks::local(1, None).unwrap().remove(0);
+    let session =
+        Session::start(seat, plan.clone(), scenario.config(Driver::Actors), options, &mut |_, _| Ok(())).unwrap();
+    let unwritten = plan.params().iter().map(|param| param.id).collect();
+    session.step(StepRequest { lrs: vec![LrRow::constant(1e-3)], unwritten, ..StepRequest::default() }).unwrap();
+    let (sender, dropped_on) = std::sync::mpsc::channel();
+    let owner = Arc::new(Owner(Mutex::new(None)));
+    assert!(session.poll_outcome(0, &Waker::from(owner.clone())).is_pending());
+    *owner.0.lock().unwrap() = Some((session, sender));
+    drop(owner);
+    assert_eq!(dropped_on.recv_timeout(LIMIT).unwrap(), "gf-actors-0");
+    nothing_is_left("a session that a waker drops");
 }
 
 #[test]

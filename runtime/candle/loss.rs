@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor, bail};
 use super::simd::{simd, softmax};
 use super::storage::{elements, output, tensor};
 
-/// Mean over all positions of -ln softmax(`logits`)[`target`]: a scalar, in nats.
+/// Mean over all positions of `-ln softmax(logits)[target]`: a scalar, in nats.
 ///
 /// `logits` are `[.., classes]` in f32, `targets` u32 ids, one for each position.
 ///

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use gatherflow::{Config, Credits, Link, Overlap, ScalerKind};
 
 pub use net::Net;
+use trainer::Finished;
 pub use trainer::Trainer;
 
 use crate::reference::{Hyper, Scaler, Serial, Verdict, Weight, rounded};
@@ -132,13 +133,7 @@ impl<'a> Job<'a> {
     }
 
     /// Runs the job on threads, one per rank, and returns what `run` makes of each.
-    pub fn on_ranks<T: Send>(&self, setting: &Setting, run: impl Fn(Trainer<'_>) -> T + Sync) -> Vec<T> {
-        let expected = serial(self);
-        self.on_ranks_against(&expected, setting, run)
-    }
-
-    /// As [`Job::on_ranks`], against a reference that was run before.
-    pub fn on_ranks_against<T: Send>(
+    pub fn on_ranks<T: Send>(
         &self,
         expected: &Expected,
         setting: &Setting,
@@ -151,6 +146,12 @@ impl<'a> Job<'a> {
             let threads: Vec<_> = ranks.into_iter().map(start).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         })
+    }
+
+    /// Trains to the end on every rank.
+    #[allow(clippy::redundant_closure_for_method_calls)] // the method is of one lifetime, the closure of any
+    pub fn train(&self, expected: &Expected, setting: &Setting) -> Vec<Finished> {
+        self.on_ranks(expected, setting, |trainer| trainer.train_to_the_end())
     }
 }
 
@@ -176,10 +177,10 @@ pub fn serial(job: &Job<'_>) -> Expected {
     let net = job.net;
     let plan = net.model.plan(job.ranks, &job.config(&Setting::of(Overlap::None))).unwrap();
     let weights = net.params().iter().map(|p| {
-        let initial: Vec<f32> = (0..p.numel).map(|i| net.initial(p.id, i)).collect();
+        let initial: Vec<f32> = (0..p.numel).map(|i| Net::initial(p.id, i)).collect();
         Weight::new(p.id, p.dtype, p.options.group.0 as usize, p.options.trainable, &initial)
     });
-    let groups: Vec<Hyper> = net.hyper(job.lr, job.adam_w);
+    let groups: Vec<Hyper> = Net::hyper(job.lr, job.adam_w);
     let mut optimizer = Serial::new(plan, weights.collect(), groups, Job::MAX_NORM, job.scaler);
     let snapshot = |optimizer: &Serial| optimizer.weights.iter().map(|w| w.param.clone()).collect::<Vec<_>>();
     let (mut versions, mut losses, mut verdicts) = (vec![snapshot(&optimizer)], Vec::new(), Vec::new());
@@ -207,7 +208,7 @@ fn serial_rank(job: &Job<'_>, weights: &[Weight], step: u64, rank: usize, scale:
     for (microbatch, units) in (job.program)(step, rank).iter().enumerate() {
         for unit in units {
             for param in &net.units[*unit].params {
-                loss += net.loss(*param, &weights[param.index()].param);
+                loss += Net::loss(*param, &weights[param.index()].param);
             }
         }
         for (visit, unit) in units.iter().enumerate().rev() {

@@ -126,7 +126,7 @@ impl Net {
         self.name(param).contains("sparse")
     }
 
-    pub fn initial(&self, param: ParamId, element: usize) -> f32 {
+    pub fn initial(param: ParamId, element: usize) -> f32 {
         random(&[1, u64::from(param.0), element as u64])
     }
 
@@ -134,7 +134,7 @@ impl Net {
         random(&[2, u64::from(param.0), element as u64])
     }
 
-    pub fn loss(&self, param: ParamId, values: &[f32]) -> f64 {
+    pub fn loss(param: ParamId, values: &[f32]) -> f64 {
         let distance = |(i, w): (usize, &f32)| f64::from(*w) - f64::from(Self::target(param, i));
         values.iter().enumerate().map(distance).map(|d| d * d).sum()
     }
@@ -158,12 +158,12 @@ impl Net {
     }
 
     /// What the engine is told about learning rates.
-    pub fn set_lrs(&self, engine: &mut Engine) {
+    pub fn set_lrs(engine: &mut Engine) {
         engine.set_lr(GroupId(1), Lr::schedule(schedule)).unwrap();
     }
 
     /// The same groups for the reference.
-    pub fn hyper(&self, lr: f64, decoupled: bool) -> Vec<Hyper> {
+    pub fn hyper(lr: f64, decoupled: bool) -> Vec<Hyper> {
         let (no_decay_betas, no_decay_eps, no_decay) = NO_DECAY;
         let (multiplier, multiplied_decay) = MULTIPLIED;
         vec![

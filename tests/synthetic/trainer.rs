@@ -45,11 +45,11 @@ impl<'a> Trainer<'a> {
         let number = rank.rank();
         // Only rank 0's values count: they are broadcast.
         let init = |param: &gatherflow::ParamInfo, out: ParamMut<'_>| {
-            out.fill_with(|i| if number == 0 { net.initial(param.id, i) } else { 7.0 });
+            out.fill_with(|i| if number == 0 { Net::initial(param.id, i) } else { 7.0 });
         };
         let model = net.model.clone();
         let mut engine = Engine::with_internals(rank, model, job.config(setting), internals, init).unwrap();
-        net.set_lrs(&mut engine);
+        Net::set_lrs(&mut engine);
         Self { engine, job, expected, setting: *setting, handles: Vec::new() }
     }
 
@@ -90,7 +90,7 @@ impl<'a> Trainer<'a> {
             let unit = &net.units[*unit];
             let entered = passes[unit.chunk].enter(unit.id).unwrap();
             for param in &unit.params {
-                *loss += net.loss(*param, &self.in_unit(&entered, *param));
+                *loss += Net::loss(*param, &self.in_unit(&entered, *param));
             }
             if !self.setting.pause.is_zero() {
                 std::thread::sleep(self.setting.pause);

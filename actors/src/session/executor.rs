@@ -71,7 +71,7 @@ impl Session {
         };
         match event.status() {
             EventStatus::Done => return Poll::Ready(Ok(())),
-            EventStatus::Failed(cause) => return Poll::Ready(Err(self.ended(cause))),
+            EventStatus::Failed(cause) => return Poll::Ready(Err(self.ended(&cause))),
             EventStatus::Pending => {}
         }
         self.ask(version, demanded);
@@ -177,44 +177,37 @@ impl Session {
         }
         let mut asked = false;
         let fact = self.face.ready(bucket);
-        let ready = fact.at(version).filter(Event::is_done);
-        let event = match ready {
-            Some(event) => {
-                self.wait_event(Edge::E5, &event)?;
-                event
+        if let Some(event) = fact.at(version).filter(Event::is_done) {
+            self.wait_event(Edge::E5, &event)?;
+        } else {
+            if let Some(demanded) = ask {
+                self.ask(version, demanded);
+                asked = true;
             }
-            None => {
-                if let Some(demanded) = ask {
-                    self.ask(version, demanded);
-                    asked = true;
-                }
-                let from = clock::now_ns();
-                let what = || format!("the gather of bucket {} at version {version} to be issued", bucket.0);
-                let event = self.await_fact(fact, version, &what)?;
-                self.wait_event(Edge::E5, &event)?;
-                self.recorder.waited(from, Some(bucket));
-                event
-            }
-        };
-        drop(event);
+            let from = clock::now_ns();
+            let what = || format!("the gather of bucket {} at version {version} to be issued", bucket.0);
+            let event = self.await_fact(fact, version, &what)?;
+            self.wait_event(Edge::E5, &event)?;
+            self.recorder.waited(from, Some(bucket));
+        }
         side.seen.store(version + 1, Ordering::Release);
         Ok(asked)
     }
 
     fn await_fact(&self, fact: &Fact, version: u64, what: &dyn Fn() -> String) -> Result<Event, Cause> {
         let fact = self.face.wait_for_fact(fact, version, self.backstop(), what);
-        fact.map_err(|cause| self.ended(cause))
+        fact.map_err(|cause| self.ended(&cause))
     }
 
     /// Why a wait ended: the first cause. One that only this thread has seen so far ends everything on every rank.
-    fn ended(&self, cause: Cause) -> Cause {
-        self.face.failed().cloned().unwrap_or_else(|| self.hands.fail(&cause))
+    fn ended(&self, cause: &Cause) -> Cause {
+        self.face.failed().cloned().unwrap_or_else(|| self.hands.fail(cause))
     }
 
     fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
         let waited = self.hands.wait(self.hands.streams.executor, edge, event);
         // What the device says may be an effect.
-        waited.map_err(|error| self.ended(self.hands.failure(&error)))
+        waited.map_err(|error| self.ended(&self.hands.failure(&error)))
     }
 
     /// Lets the executor's stream wait until a parameter's gradient may be written for this step (edge E6). Frozen
@@ -231,16 +224,14 @@ impl Session {
             return Ok(());
         }
         let fact = self.face.free(bucket);
-        let ready = fact.at(step).filter(Event::is_done);
-        match ready {
-            Some(event) => self.wait_event(Edge::E6, &event)?,
-            None => {
-                let from = clock::now_ns();
-                let what = || format!("the gradients of bucket {} to be free for step {step}", bucket.0);
-                let event = self.await_fact(fact, step, &what)?;
-                self.wait_event(Edge::E6, &event)?;
-                self.recorder.waited(from, None);
-            }
+        if let Some(event) = fact.at(step).filter(Event::is_done) {
+            self.wait_event(Edge::E6, &event)?;
+        } else {
+            let from = clock::now_ns();
+            let what = || format!("the gradients of bucket {} to be free for step {step}", bucket.0);
+            let event = self.await_fact(fact, step, &what)?;
+            self.wait_event(Edge::E6, &event)?;
+            self.recorder.waited(from, None);
         }
         side.free.store(step + 1, Ordering::Release);
         Ok(())
@@ -276,7 +267,7 @@ impl Session {
             let from = clock::now_ns();
             let what = || format!("the outcome of step {}", step - allowed);
             let waited = self.face.wait_for_steps(step + 1 - allowed, self.backstop(), &what);
-            waited.map_err(|cause| self.ended(cause))?;
+            waited.map_err(|cause| self.ended(&cause))?;
             self.recorder.waited(from, None);
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
@@ -333,7 +324,7 @@ impl Session {
         let what = || format!("the outcome of step {step}");
         let finished = self.face.wait_for_steps(step + 1, self.backstop(), &what);
         self.recorder.waited(from, None);
-        finished.map_err(|cause| self.ended(cause))?;
+        finished.map_err(|cause| self.ended(&cause))?;
         self.face.outcome(step).ok_or_else(|| self.no_outcome(step))
     }
 

@@ -1,14 +1,14 @@
 //! How a session starts: memory, initial parameters, agreement with the other ranks, masters, actors.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gatherflow_kernels::verdict::Scalars;
 use gatherflow_kernels::work::Cast;
 use gatherflow_kernels::{
-    AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, DType, DeviceError, Event, Failure,
-    FailureKind, Lease, OpenOptions, StreamKind, Work, open,
+    AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, Comm, DType, Device, DeviceError,
+    Event, Failure, FailureKind, Lease, LeaseError, OpenOptions, Opened, Work, open,
 };
 use parking_lot::Mutex;
 
@@ -35,6 +35,7 @@ impl Session {
     ///
     /// # Errors
     /// Whatever of this fails, with its reason; ranks that disagree all get the same error.
+    #[allow(clippy::needless_pass_by_value)] // a session is opened once with its options
     pub fn start(
         seat: Seat,
         plan: Arc<Plan>,
@@ -43,7 +44,13 @@ impl Session {
         init: Init<'_>,
     ) -> Result<Arc<Self>, Cause> {
         // A rank that cannot start tells why, before it leaves its seat and is only missed.
-        let session = start(&seat, plan, config, options, init).map_err(|cause| seat.control().first_cause(&cause))?;
+        let device_error = |e| start_failure(seat.rank(), e);
+        let started = open(&options, &seat.place()).map_err(device_error).and_then(|opened| {
+            let device = opened.device.clone();
+            // What is enqueued already ends at once, and the threads of the device with it.
+            start(&seat, plan, config, &options, opened, init).inspect_err(|cause| device.poison(cause.clone()))
+        });
+        let session = started.map_err(|cause| seat.control().first_cause(&cause))?;
         seat.taken();
         Ok(session)
     }
@@ -53,122 +60,74 @@ fn start(
     seat: &Seat,
     plan: Arc<Plan>,
     config: SessionConfig,
-    options: OpenOptions,
+    options: &OpenOptions,
+    opened: Opened,
     init: Init<'_>,
 ) -> Result<Arc<Session>, Cause> {
     let control = seat.control();
     let rank = seat.rank();
     let fail = |message: String| Arc::new(Failure::new(FailureKind::StartUp, rank, message));
-    let device_error = |e: DeviceError| match e {
-        DeviceError::Poisoned(cause) => cause,
-        other => fail(other.to_string()),
-    };
+    let device_error = |e| start_failure(rank, e);
     if plan.ranks() != seat.ranks() {
         return Err(fail(format!("the plan is for {} ranks but there are {}", plan.ranks(), seat.ranks())));
     }
     if config.driver == Driver::Inline && options.device != "null" {
         return Err(fail(format!("the inline driver runs on the null device only, not on {:?}", options.device)));
     }
-    let opened = open(&options, &seat.place()).map_err(device_error)?;
     let (device, mut comm) = (opened.device, opened.comm);
     let lowering = Lowering::new(&plan, rank, device.as_ref(), config.rule, config.scaler).map_err(device_error)?;
-    let streams = Streams {
-        executor: device.stream(StreamKind::Executor).map_err(device_error)?,
-        optimizer: device.stream(StreamKind::Optimizer).map_err(device_error)?,
-        reduce: device.stream(StreamKind::Reduce).map_err(device_error)?,
-        gather: device.stream(StreamKind::Gather).map_err(device_error)?,
-    };
-    for param in plan.params() {
-        let range = lowering.param(param.id);
-        let mut lease = device.lease(range, AccessMode::Write).map_err(|e| fail(e.to_string()))?;
-        init(param.id, &mut lease)?;
-    }
-    {
-        let mut lease = device.lease(lowering.scalars(), AccessMode::Write).map_err(|e| fail(e.to_string()))?;
-        let bytes = lease.as_mut_bytes().map_err(|e| fail(e.to_string()))?;
-        bytes.copy_from_slice(&Scalars::initial(&config.scaler).to_bytes());
-    }
+    let streams = Streams::of(device.as_ref()).map_err(device_error)?;
+    initialise(rank, &plan, &config, &lowering, device.as_ref(), init)?;
 
-    // The inline driver runs ranks one after the other on one thread: they cannot meet.
-    let meets = config.driver == Driver::Actors;
     let mut lines = agreement(&plan, &config);
     if config.start_params == StartParams::Check {
         let hash = parameter_hash(&plan, &lowering, device.as_ref()).map_err(|e| fail(e.to_string()))?;
         lines.push(("hash of the initial parameters".into(), format!("{hash:016x}")));
     }
-    if meets {
+    // The inline driver runs ranks one after the other on one thread: they cannot meet.
+    if config.driver == Driver::Actors {
         control.meet(lines, config.deadlines.start_up)?;
     }
-    let mut seq = 0;
-    if config.start_params == StartParams::Broadcast && plan.ranks() > 1 {
-        for allocation in plan.memory().allocations {
-            let dtype = match allocation.purpose {
-                Purpose::Params(buffer) => plan.buffer(buffer).dtype,
-                Purpose::Frozen(buffer) => plan.frozen()[buffer.0 as usize].dtype,
-                _ => continue,
-            };
-            let Some(range) = lowering.allocation(allocation.purpose) else { continue };
-            let key = CollectiveKey {
-                seq,
-                kind: CollectiveKind::StartUp,
-                bucket: CollectiveKey::NO_BUCKET,
-                bytes: range.bytes() as u64,
-                dtype,
-                version: 0,
-            };
-            let op = CollectiveOp::Broadcast { range, root: 0 };
-            comm.issue(streams.gather, Collective { key, op }).map_err(device_error)?;
-            seq += 1;
-        }
-    }
-    let shared = device.record(streams.gather);
-    device.wait(streams.optimizer, &shared).map_err(device_error)?;
-    for bucket in plan.buckets() {
-        let memory = lowering.bucket(bucket.id);
-        if memory.dtype != DType::F32 {
-            let cast = Cast { src: memory.param_shard, from: memory.dtype, dst: memory.master, to: DType::F32 };
-            device.enqueue(streams.optimizer, Work::Cast(cast)).map_err(device_error)?;
-        }
-    }
-    let started = device.record(streams.optimizer);
+    let seq = match config.start_params {
+        StartParams::Broadcast => broadcast(&plan, &lowering, streams, &mut comm).map_err(device_error)?,
+        StartParams::Check => 0,
+    };
+    let started = make_masters(&plan, &lowering, streams, device.as_ref()).map_err(device_error)?;
     await_start(&started, &control, config.deadlines.start_up)?;
     device.wait(streams.executor, &started).map_err(device_error)?;
-    control.board().issued.store(seq, std::sync::atomic::Ordering::SeqCst);
+    control.board().issued.store(seq, Ordering::SeqCst);
 
-    let face = Arc::new(Face::new(rank, plan.buckets().len(), &started));
     let machines = Machines::new(&plan, &config, &lowering, rank, &started, seq);
     let hands = Arc::new(Hands {
         device,
         lowering,
         streams,
-        face: face.clone(),
+        face: Arc::new(Face::new(rank, plan.buckets().len(), &started)),
         control: control.clone(),
         issued: Issued::default(),
         outstanding: Mutex::default(),
         lists: Mutex::default(),
+        judging: Mutex::default(),
         stopping: AtomicBool::new(false),
         dropped_edge: config.dropped_edge,
         drill: config.drill.clone(),
     });
-    let (post, actors): (Arc<dyn Post>, _) = match config.driver {
-        Driver::Inline => {
-            let inline = Inline::new(&hands);
-            let post: Arc<dyn Post> = inline.clone();
-            inline.start(machines, Issuer::start(comm, &hands, &post).map_err(device_error)?);
-            (post, None)
-        }
-        Driver::Actors => {
-            let directory = Arc::new(Directory::default());
-            let post: Arc<dyn Post> = directory.clone();
-            let issuer = Issuer::start(comm, &hands, &post).map_err(device_error)?;
-            let actors = ActorThread::start(machines, &hands, &directory, issuer, config.deadlines)?;
-            (post, Some(actors))
-        }
-    };
+    let (post, actors) = start_actors(machines, comm, &hands, &config)?;
     let inbox = post.clone();
     control.open_inbox(Box::new(move |message| {
         inbox.post(Letter::Supervisor(SupervisorMsg::Control(message)));
     }));
+    Ok(Arc::new(session(plan, config, hands, post, actors)))
+}
+
+/// What the executor's side remembers, at version 0.
+fn session(
+    plan: Arc<Plan>,
+    config: SessionConfig,
+    hands: Arc<Hands>,
+    post: Arc<dyn Post>,
+    actors: Option<ActorThread>,
+) -> Session {
     let units = plan.units().iter().map(|unit| UnitFace {
         buckets: unit.buckets.clone().into(),
         demand: unit.demand,
@@ -181,20 +140,112 @@ fn start(
         seen: AtomicU64::new(0),
         free: AtomicU64::new(0),
     });
-    Ok(Arc::new(Session {
+    Session {
         units: units.collect(),
         buckets: buckets.collect(),
         plan,
         config,
+        face: hands.face.clone(),
         hands,
-        face,
         post,
         actors: Mutex::new(actors),
         steps: AtomicU64::new(0),
         chain: Mutex::new((0, 0)),
         recorder: Recorder::new(),
         closed: OnceLock::new(),
-    }))
+    }
+}
+
+/// Hands the machines to whoever runs them.
+fn start_actors(
+    machines: Machines,
+    comm: Comm,
+    hands: &Arc<Hands>,
+    config: &SessionConfig,
+) -> Result<(Arc<dyn Post>, Option<ActorThread>), Cause> {
+    let device_error = |e| start_failure(hands.control.rank(), e);
+    match config.driver {
+        Driver::Inline => {
+            let inline = Inline::new(hands);
+            let post: Arc<dyn Post> = inline.clone();
+            inline.start(machines, Issuer::start(comm, hands, &post).map_err(device_error)?);
+            Ok((post, None))
+        }
+        Driver::Actors => {
+            let directory = Arc::new(Directory::default());
+            let post: Arc<dyn Post> = directory.clone();
+            let issuer = Issuer::start(comm, hands, &post).map_err(device_error)?;
+            let actors = ActorThread::start(machines, hands, &directory, issuer, config.deadlines)?;
+            Ok((post, Some(actors)))
+        }
+    }
+}
+
+/// Fills all parameters and the scalars of the first step.
+fn initialise(
+    rank: usize,
+    plan: &Plan,
+    config: &SessionConfig,
+    lowering: &Lowering,
+    device: &dyn Device,
+    init: Init<'_>,
+) -> Result<(), Cause> {
+    let fail = |e: LeaseError| Arc::new(Failure::new(FailureKind::StartUp, rank, e.to_string()));
+    for param in plan.params() {
+        let mut lease = device.lease(lowering.param(param.id), AccessMode::Write).map_err(fail)?;
+        init(param.id, &mut lease)?;
+    }
+    let mut lease = device.lease(lowering.scalars(), AccessMode::Write).map_err(fail)?;
+    lease.as_mut_bytes().map_err(fail)?.copy_from_slice(&Scalars::initial(&config.scaler).to_bytes());
+    Ok(())
+}
+
+/// Rank 0's parameters to all ranks. Returns how many collectives that took.
+fn broadcast(plan: &Plan, lowering: &Lowering, streams: Streams, comm: &mut Comm) -> Result<u64, DeviceError> {
+    let mut seq = 0;
+    if plan.ranks() == 1 {
+        return Ok(seq);
+    }
+    for allocation in plan.memory().allocations {
+        let dtype = match allocation.purpose {
+            Purpose::Params(buffer) => plan.buffer(buffer).dtype,
+            Purpose::Frozen(buffer) => plan.frozen()[buffer.0 as usize].dtype,
+            _ => continue,
+        };
+        let Some(range) = lowering.allocation(allocation.purpose) else { continue };
+        let key = CollectiveKey {
+            seq,
+            kind: CollectiveKind::StartUp,
+            bucket: CollectiveKey::NO_BUCKET,
+            bytes: range.bytes() as u64,
+            dtype,
+            version: 0,
+        };
+        let op = CollectiveOp::Broadcast { range, root: 0 };
+        comm.issue(streams.gather, Collective { key, op })?;
+        seq += 1;
+    }
+    Ok(seq)
+}
+
+/// f32 masters of the owned 16-bit parameters, once those are shared. Returns the event behind them.
+fn make_masters(plan: &Plan, lowering: &Lowering, streams: Streams, device: &dyn Device) -> Result<Event, DeviceError> {
+    device.wait(streams.optimizer, &device.record(streams.gather))?;
+    for bucket in plan.buckets() {
+        let memory = lowering.bucket(bucket.id);
+        if memory.dtype != DType::F32 {
+            let cast = Cast { src: memory.param_shard, from: memory.dtype, dst: memory.master, to: DType::F32 };
+            device.enqueue(streams.optimizer, Work::Cast(cast))?;
+        }
+    }
+    Ok(device.record(streams.optimizer))
+}
+
+fn start_failure(rank: usize, error: DeviceError) -> Cause {
+    match error {
+        DeviceError::Poisoned(cause) => cause,
+        other => Arc::new(Failure::new(FailureKind::StartUp, rank, other.to_string())),
+    }
 }
 
 /// What must be the same on every rank. Overlap modes and credits need not be: they decide when, never which.
@@ -214,11 +265,7 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
     lines
 }
 
-fn parameter_hash(
-    plan: &Plan,
-    lowering: &Lowering,
-    device: &dyn gatherflow_kernels::Device,
-) -> Result<u64, gatherflow_kernels::LeaseError> {
+fn parameter_hash(plan: &Plan, lowering: &Lowering, device: &dyn Device) -> Result<u64, LeaseError> {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for param in plan.params() {
         let lease = device.lease(lowering.param(param.id), AccessMode::Read)?;
@@ -236,7 +283,7 @@ fn await_start(started: &Event, control: &Control, limit: Duration) -> Result<()
             return result;
         }
         waited += slice;
-        let left = control.boards().iter().position(|b| b.left.load(std::sync::atomic::Ordering::SeqCst));
+        let left = control.boards().iter().position(|b| b.left.load(Ordering::SeqCst));
         if let Some(rank) = left {
             let message = format!("rank {rank} left during start-up");
             return Err(Arc::new(Failure::new(FailureKind::RankLost, rank, message)));
