@@ -105,7 +105,10 @@ impl VarOptimizer {
         let mut vars: Vec<(String, Var)> = vars.into_iter().collect();
         vars.sort_by(|a, b| a.0.cmp(&b.0));
         if vars.is_empty() {
-            return Err(Error::new(ErrorKind::Model, "there are no Vars to train: build the layers before the optimizer"));
+            return Err(Error::new(
+                ErrorKind::Model,
+                "there are no Vars to train: build the layers before the optimizer",
+            ));
         }
         let claims = Claims::of(&vars)?;
         let mut model = Model::new();
