@@ -20,7 +20,7 @@ fn an_unknown_key_is_refused_with_the_nearest_one_as_a_hint() {
 
 #[test]
 fn zero_credits_and_zero_bucket_sizes_are_errors_from_text_and_builder() {
-    for key in ["credits", "bucket_size", "num_buckets", "steps_in_flight", "ranks"] {
+    for key in ["credits", "credits_bytes", "bucket_size", "num_buckets", "steps_in_flight", "ranks"] {
         assert!(refusal(&format!("{key} = 0")).contains(&format!("`{key}` = 0: expected")), "{key}");
     }
     assert!(Config::new().credits(Credits::Buckets(0)).validate().unwrap_err().to_string().contains("`credits` = 0"));
@@ -55,6 +55,8 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
     for (text, key) in [
         ("overlap = \"none\"\ncredits = 3", "credits"),
         ("overlap = \"chain\"\ncredits = \"unlimited\"", "credits"),
+        ("overlap = \"none\"\ncredits_bytes = 4096", "credits_bytes"),
+        ("overlap = \"chain\"\ncredits_bytes = 4096", "credits_bytes"),
         ("device = \"null\"\nemulate = \"1gbit,200us\"", "emulate"),
         ("device = \"null\"\nmax_norm = 1.0", "max_norm"),
         ("scaler = \"dynamic\"\non_nonfinite = \"error\"", "on_nonfinite"),

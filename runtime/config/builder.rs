@@ -31,6 +31,9 @@ setters! {
     "overlap": overlap(overlap: Overlap) |c, v| c.overlap = v;
     /// `credits`: how far gathers run ahead (default 3 buckets; overlap window only).
     "credits": credits(credits: Credits) |c, v| c.credits = v;
+    /// `credits_bytes`: how many bytes gathers run ahead, beside the bound of `credits` (overlap window only). A bucket
+    /// above it is gathered on demand only.
+    "credits_bytes": credits_bytes(bytes: u64) |c, v| c.credits_bytes = Some(v);
     /// `overlap_grad_reduce`: reduce buckets during backward (default true).
     "overlap_grad_reduce": overlap_grad_reduce(on: bool) |c, v| c.overlap_grad_reduce = v;
     /// `bucket_size`, in elements. Not together with `num_buckets`.

@@ -88,6 +88,14 @@ pub const KEYS: &[Key] = &[
         },
     },
     Key {
+        name: "credits_bytes",
+        values: "a number of bytes from 1",
+        default: "no bound but credits",
+        help: "how many bytes gathers run ahead of what forward has entered; a bucket above it is gathered on demand only; \
+               overlap window only",
+        set: |c, v| put(&mut c.credits_bytes, count(v).map(|n| Some(n as u64))),
+    },
+    Key {
         name: "overlap_grad_reduce",
         values: "true or false",
         default: "true",
