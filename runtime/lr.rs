@@ -52,9 +52,9 @@ impl Lr {
     }
 }
 
-/// Whether a learning rate can be used.
+/// Whether a learning rate can be used: Adam runs in f32.
 pub(crate) fn usable(lr: f64) -> bool {
-    lr.is_finite() && lr >= 0.0
+    (0.0..f64::from(f32::MAX)).contains(&lr)
 }
 
 impl From<f64> for Lr {

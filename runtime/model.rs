@@ -251,14 +251,15 @@ impl Model {
     /// [`ModelError::BadGroup`] names the hyperparameter that is out of range.
     pub fn group(&mut self, group: Group) -> Result<GroupId, ModelError> {
         let id = self.groups.len() as u32;
-        let from_0 = |x: f64| x.is_finite() && x >= 0.0;
+        // Adam runs in f32: what is infinite or zero there is out of range here.
+        let from_0 = |x: f64| (0.0..f64::from(f32::MAX)).contains(&x);
         let below_1 = |x: f64| (0.0..1.0).contains(&x);
         let checks = [
             ("lr", group.lr.filter(|x| !from_0(*x))),
             ("lr_multiplier", Some(group.lr_multiplier).filter(|x| !from_0(*x))),
             ("beta1", group.betas.map(|b| b.0).filter(|x| !below_1(*x))),
             ("beta2", group.betas.map(|b| b.1).filter(|x| !below_1(*x))),
-            ("eps", group.eps.filter(|x| !from_0(*x) || *x == 0.0)),
+            ("eps", group.eps.filter(|x| !from_0(*x) || *x < f64::from(f32::MIN_POSITIVE))),
             ("weight_decay", group.weight_decay.filter(|x| !from_0(*x))),
         ];
         if let Some((what, value)) = checks.into_iter().find_map(|(what, bad)| Some((what, bad?))) {

@@ -82,6 +82,21 @@ fn model(dtype: DType) -> Model {
 }
 
 #[test]
+fn numbers_that_are_infinite_or_zero_in_f32_are_refused_by_name() {
+    for (key, value) in [("lr", "1e39"), ("eps", "1e-46"), ("eps", "0.0"), ("weight_decay", "1e300")] {
+        let text = refusal(&format!("{key} = {value}"));
+        assert!(text.contains(key), "{text}");
+    }
+    let mut model = gatherflow::Model::new();
+    for group in [
+        gatherflow::Group { eps: Some(1e-46), ..gatherflow::Group::default() },
+        gatherflow::Group { lr: Some(1e39), ..gatherflow::Group::default() },
+    ] {
+        assert!(model.group(group).is_err());
+    }
+}
+
+#[test]
 fn f16_parameters_without_a_scaler_are_refused_by_name() {
     let error = model(DType::F16).plan(2, &Config::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Config);

@@ -22,11 +22,13 @@ use crate::plan::BucketId;
 pub struct Fact {
     version: AtomicU64,
     event: Mutex<Event>,
+    /// Threads parked until it holds.
+    parked: AtomicUsize,
 }
 
 impl Fact {
     fn new(event: Event) -> Self {
-        Self { version: AtomicU64::new(0), event: Mutex::new(event) }
+        Self { version: AtomicU64::new(0), event: Mutex::new(event), parked: AtomicUsize::new(0) }
     }
 
     fn set(&self, version: u64, event: Event) {
@@ -72,13 +74,21 @@ pub struct Face {
     skipped_steps: AtomicU64,
     peak_ahead_bytes: AtomicU64,
     cause: OnceLock<Cause>,
+    /// Threads parked until a step is finished.
     parked: AtomicUsize,
+    /// Wakers in the lot: any change calls them.
+    wakers: AtomicUsize,
+    /// Facts published since somebody had to be woken.
+    put_off: AtomicUsize,
     lot: Mutex<Vec<Waker>>,
     changed: Condvar,
 }
 
 /// Polls before parking; short, because the thread waited for may need this core.
 const SPINS: u32 = 64;
+
+/// How many facts are published at most before those who wait for the first are woken.
+const PUT_OFF: usize = 8;
 
 /// How many outcomes are kept for handles that are asked late.
 const OUTCOMES_KEPT: usize = 1024;
@@ -99,6 +109,8 @@ impl Face {
             peak_ahead_bytes: AtomicU64::new(0),
             cause: OnceLock::new(),
             parked: AtomicUsize::new(0),
+            wakers: AtomicUsize::new(0),
+            put_off: AtomicUsize::new(0),
             lot: Mutex::new(Vec::new()),
             changed: Condvar::new(),
         }
@@ -114,13 +126,11 @@ impl Face {
         &self.buckets[bucket.0 as usize].free
     }
 
-    /// Carries out what a machine published.
+    /// Carries out what a machine published. Facts wake nobody before [`Face::wake_for_facts`], or before there are several.
     pub fn publish(&self, publication: Publication) {
         match publication {
-            Publication::Ready { bucket, version, event } => self.buckets[bucket.0 as usize].ready.set(version, event),
-            Publication::GradientsFree { bucket, version, event } => {
-                self.buckets[bucket.0 as usize].free.set(version, event);
-            }
+            Publication::Ready { bucket, version, event } => self.settle(self.ready(bucket), version, event),
+            Publication::GradientsFree { bucket, version, event } => self.settle(self.free(bucket), version, event),
             Publication::Outcome(outcome) => {
                 let mut outcomes = self.outcomes.lock();
                 if outcomes.len() == OUTCOMES_KEPT {
@@ -129,19 +139,39 @@ impl Face {
                 self.skipped_steps.fetch_add(u64::from(!outcome.report.updated), Ordering::Relaxed);
                 self.finished_steps.store(outcome.step + 1, Ordering::SeqCst);
                 outcomes.push_back(outcome);
+                drop(outcomes);
+                if self.awaited(&self.parked) {
+                    self.wake_all();
+                }
             }
             Publication::PeakAhead(bytes) => {
                 self.peak_ahead_bytes.fetch_max(bytes, Ordering::Relaxed);
-                return;
             }
         }
-        self.wake();
+    }
+
+    fn settle(&self, fact: &Fact, version: u64, event: Event) {
+        fact.set(version, event);
+        let put_off = self.put_off.load(Ordering::Relaxed);
+        if put_off >= PUT_OFF {
+            self.wake_all();
+        } else if put_off > 0 || self.awaited(&fact.parked) {
+            self.put_off.store(put_off + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Wakes whoever waits for a fact that was published. Whoever runs the machines calls it when there is nothing else to do:
+    /// credits let several buckets go at once, and an executor that is woken for the first would park again for the next.
+    pub fn wake_for_facts(&self) {
+        if self.put_off.load(Ordering::Relaxed) > 0 {
+            self.wake_all();
+        }
     }
 
     /// Ends every wait, now and later, with this cause. The first call wins.
     pub fn fail(&self, cause: &Cause) {
         let _ = self.cause.set(cause.clone());
-        self.wake();
+        self.wake_all();
     }
 
     /// The first cause, once there is one.
@@ -149,16 +179,20 @@ impl Face {
         self.cause.get()
     }
 
-    fn wake(&self) {
+    /// Whether a thread is parked for this change, or a waker is there: a step has two changes per bucket, and an executor that
+    /// waits for the outcome must not be woken for each.
+    fn awaited(&self, parked: &AtomicUsize) -> bool {
         // Either this sees who has parked, or who parks sees what was published.
         fence(Ordering::SeqCst);
-        if self.parked.load(Ordering::SeqCst) == 0 {
-            return;
-        }
+        parked.load(Ordering::SeqCst) > 0 || self.wakers.load(Ordering::SeqCst) > 0
+    }
+
+    fn wake_all(&self) {
+        self.put_off.store(0, Ordering::Relaxed);
         let mut lot = self.lot.lock();
         self.changed.notify_all();
         let wakers = std::mem::take(&mut *lot);
-        self.parked.fetch_sub(wakers.len(), Ordering::SeqCst);
+        self.wakers.store(0, Ordering::SeqCst);
         drop(lot);
         wakers.into_iter().for_each(Waker::wake);
     }
@@ -168,19 +202,39 @@ impl Face {
         let mut lot = self.lot.lock();
         if !lot.iter().any(|other| other.will_wake(waker)) {
             lot.push(waker.clone());
-            self.parked.fetch_add(1, Ordering::SeqCst);
+            self.wakers.store(lot.len(), Ordering::SeqCst);
             fence(Ordering::SeqCst);
         }
     }
 
-    /// Waits until `condition` gives something, at most `limit`: spins a bounded while, then parks.
+    /// Waits until a fact holds for `version`, at most `limit`; gives the event behind it.
+    ///
+    /// # Errors
+    /// As [`Face::wait_for_steps`].
+    pub fn wait_for_fact(
+        &self,
+        fact: &Fact,
+        version: u64,
+        limit: Duration,
+        what: &dyn Fn() -> String,
+    ) -> Result<Event, Cause> {
+        self.wait_until(&fact.parked, limit, what, || fact.at(version))
+    }
+
+    /// Waits until so many steps have a known outcome, at most `limit`.
     ///
     /// # Errors
     /// The first cause once there is one; a deadline failure naming `what` after the limit.
-    pub fn wait_until<T>(
+    pub fn wait_for_steps(&self, steps: u64, limit: Duration, what: &dyn Fn() -> String) -> Result<(), Cause> {
+        self.wait_until(&self.parked, limit, what, || (self.finished_steps() >= steps).then_some(()))
+    }
+
+    /// Spins a bounded while, then parks. `parked` is what the change that it waits for looks at.
+    fn wait_until<T>(
         &self,
-        what: &dyn Fn() -> String,
+        parked: &AtomicUsize,
         limit: Duration,
+        what: &dyn Fn() -> String,
         condition: impl Fn() -> Option<T>,
     ) -> Result<T, Cause> {
         for _ in 0..SPINS {
@@ -191,7 +245,7 @@ impl Face {
         }
         let deadline = Instant::now() + limit;
         let mut lot = self.lot.lock();
-        self.parked.fetch_add(1, Ordering::SeqCst);
+        parked.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
         let result = loop {
             if let Some(value) = condition() {
@@ -205,24 +259,28 @@ impl Face {
                 break condition().ok_or_else(|| Arc::new(Failure::new(FailureKind::Deadline, self.rank, message)));
             }
         };
-        self.parked.fetch_sub(1, Ordering::SeqCst);
+        parked.fetch_sub(1, Ordering::SeqCst);
         drop(lot);
         result
     }
 
-    /// Raises the demand. Returns whether the pre-hook waits for it.
-    pub fn raise_demand(&self, version: u64, demanded: u32) -> bool {
+    /// Raises the demand.
+    pub fn raise_demand(&self, version: u64, demanded: u32) {
         let packed = pack(version, demanded);
         if self.demand.load(Ordering::Relaxed) < packed {
             self.demand.fetch_max(packed, Ordering::SeqCst);
         }
-        self.wants_demand.load(Ordering::SeqCst)
     }
 
-    /// Chain mode: raises the count of waits that ended. Returns whether the pre-hook waits for it.
-    pub fn raise_waited(&self, version: u64, waited: u32) -> bool {
+    /// Chain mode: raises the count of waits that ended.
+    pub fn raise_waited(&self, version: u64, waited: u32) {
         self.waited.fetch_max(pack(version, waited), Ordering::SeqCst);
-        self.wants_demand.load(Ordering::SeqCst)
+    }
+
+    /// Whether the pre-hook waits for demand and nobody has told it yet: whoever gets `true` must tell it what was raised.
+    /// On its turn it looks at the newest demand, so what is raised until then needs no message.
+    pub fn take_wants_demand(&self) -> bool {
+        self.wants_demand.load(Ordering::SeqCst) && self.wants_demand.swap(false, Ordering::SeqCst)
     }
 
     /// The pre-hook's shell says whether demand must wake it, then looks at the demand once more.

@@ -78,6 +78,8 @@ pub(crate) struct Hands {
     pub(crate) control: Control,
     pub(crate) issued: Issued,
     pub(crate) outstanding: Mutex<VecDeque<Outstanding>>,
+    /// Kept from turn to turn, for all machines: the memory of two lists of actions.
+    pub(crate) lists: Mutex<Lists>,
     /// The verdict that is awaited: its step, the event behind it, and since when nothing else is in its way.
     pub(crate) judging: Mutex<Option<(u64, Event, u64)>>,
     /// The session ends its actors: from now on their end is no failure.
@@ -85,6 +87,13 @@ pub(crate) struct Hands {
     /// Tests leave out the waits of one edge, to see the checker find it.
     pub(crate) dropped_edge: Option<Edge>,
     pub(crate) drill: Option<Drill>,
+}
+
+/// What a turn's machine has asked for, and what of it is being carried out.
+#[derive(Debug, Default)]
+pub(crate) struct Lists {
+    asked: Vec<Action>,
+    batch: Vec<Action>,
 }
 
 impl Hands {
@@ -207,7 +216,6 @@ impl Hands {
         name: ActorName,
         machine: &mut M,
         message: M::Msg,
-        actions: &mut Vec<Action>,
         issuer: Option<&mut Issuer>,
         post: &Arc<dyn Post>,
     ) -> Result<(), Cause> {
@@ -217,7 +225,7 @@ impl Hands {
             {
                 return Ok(());
             }
-            self.take_turn(machine, message, actions, issuer, post)
+            self.take_turn(machine, message, issuer, post)
         });
         // What a panic left half done is never used again: the failure poisons this rank.
         catch_unwind(turn).unwrap_or_else(|panic| {
@@ -255,20 +263,22 @@ impl Hands {
         self: &Arc<Self>,
         machine: &mut M,
         message: M::Msg,
-        actions: &mut Vec<Action>,
         issuer: Option<&mut Issuer>,
         post: &Arc<dyn Post>,
     ) -> Result<(), Cause> {
         let mut issuer = issuer;
         let mut next = Some(message);
-        let mut batch = Vec::new();
+        // Turns follow one another on one thread, so nobody waits for this lock.
+        let mut lists = self.lists.lock();
+        let Lists { asked, batch } = &mut *lists;
+        asked.clear();
         while let Some(message) = next.take() {
-            machine.on(message, actions).map_err(|e| self.wrong(&e))?;
-            while !actions.is_empty() {
-                std::mem::swap(actions, &mut batch);
+            machine.on(message, asked).map_err(|e| self.wrong(&e))?;
+            while !asked.is_empty() {
+                std::mem::swap(asked, batch);
                 for action in batch.drain(..) {
                     if let Some(feedback) = self.perform::<M>(action, issuer.as_deref_mut(), post)? {
-                        machine.on(feedback, actions).map_err(|e| self.wrong(&e))?;
+                        machine.on(feedback, asked).map_err(|e| self.wrong(&e))?;
                     }
                 }
             }

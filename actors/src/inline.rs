@@ -8,7 +8,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::action::{Action, ActorName, Letter};
+use crate::action::{ActorName, Letter};
 use crate::hands::{Hands, Post};
 use crate::issuer::Issuer;
 use crate::machines::Machines;
@@ -18,7 +18,6 @@ use crate::supervisor::SupervisorMsg;
 struct Loop {
     machines: Machines,
     issuer: Issuer,
-    actions: Vec<Action>,
 }
 
 /// Delivers letters by running the machines at once.
@@ -41,29 +40,27 @@ impl Inline {
     }
 
     pub(crate) fn start(&self, machines: Machines, issuer: Issuer) {
-        *self.state.lock() = Some(Loop { machines, issuer, actions: Vec::new() });
+        *self.state.lock() = Some(Loop { machines, issuer });
     }
 
     fn deliver(&self, run: &mut Loop, letter: Letter, post: &Arc<dyn Post>) {
-        let (hands, actions) = (&self.hands, &mut run.actions);
+        let hands = &self.hands;
         let machines = &mut run.machines;
         let result = match letter {
             Letter::Bucket(bucket, message) => {
                 let (name, machine) = (ActorName::Bucket(bucket), &mut machines.buckets[bucket.0 as usize]);
-                hands.turn(name, machine, message, actions, None, post)
+                hands.turn(name, machine, message, None, post)
             }
-            Letter::PreHook(message) => {
-                hands.turn(ActorName::PreHook, &mut machines.prehook, message, actions, None, post)
-            }
+            Letter::PreHook(message) => hands.turn(ActorName::PreHook, &mut machines.prehook, message, None, post),
             Letter::Optimizer(message) => {
-                hands.turn(ActorName::Optimizer, &mut machines.optimizer, message, actions, None, post)
+                hands.turn(ActorName::Optimizer, &mut machines.optimizer, message, None, post)
             }
             Letter::Communicator(message) => {
                 let (name, issuer) = (ActorName::Communicator, Some(&mut run.issuer));
-                hands.turn(name, &mut machines.communicator, message, actions, issuer, post)
+                hands.turn(name, &mut machines.communicator, message, issuer, post)
             }
             Letter::Supervisor(message) => {
-                hands.turn(ActorName::Supervisor, &mut machines.supervisor, message, actions, None, post)
+                hands.turn(ActorName::Supervisor, &mut machines.supervisor, message, None, post)
             }
         };
         if let Err(cause) = result {
@@ -85,6 +82,7 @@ impl Post for Inline {
                 self.deliver(run, letter, &post);
             }
             drop(state);
+            self.hands.face.wake_for_facts();
             if self.queue.lock().is_empty() {
                 return;
             }

@@ -4,14 +4,14 @@
 //! blocks: the thread must keep hearing deadlines. An actor that fails or panics is reported by ractor to the
 //! supervisor's shell, which poisons everything with that cause; if the thread itself ends, its guard does.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 
 use gatherflow_kernels::{Cause, CollectiveKind, Failure, FailureKind, clock};
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
 
-use crate::action::{Action, ActorName, Letter, Machine};
+use crate::action::{ActorName, Letter, Machine};
 use crate::bucket::{Bucket, BucketMsg};
 use crate::communicator::CommunicatorMsg;
 use crate::drill::Drill;
@@ -27,6 +27,25 @@ use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, overdue,
 #[derive(Debug, Default)]
 pub(crate) struct Directory {
     addresses: OnceLock<Addresses>,
+    /// Letters so far.
+    posted: AtomicU64,
+}
+
+/// Looks for a letter before the actor thread parks; short, because whoever writes one may need this core.
+const SPINS: u32 = 64;
+
+impl Directory {
+    /// Called when the actor thread has nothing to do: an executor that is quick writes the next letter at once, and parking
+    /// and waking would cost both sides more than that takes.
+    fn linger(&self) {
+        let seen = self.posted.load(Ordering::Relaxed);
+        for _ in 0..SPINS {
+            if self.posted.load(Ordering::Relaxed) != seen {
+                return;
+            }
+            std::hint::spin_loop();
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -49,6 +68,7 @@ impl Post for Directory {
             Letter::Communicator(message) => drop(to.communicator.send_message(message)),
             Letter::Supervisor(message) => drop(to.supervisor.send_message(Watch::Said(message))),
         }
+        self.posted.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -59,12 +79,11 @@ struct Running<M: Machine> {
     hands: Arc<Hands>,
     post: Arc<dyn Post>,
     issuer: Option<Issuer>,
-    actions: Vec<Action>,
 }
 
 impl<M: Machine> Running<M> {
     fn turn(&mut self, message: M::Msg) -> Result<(), Cause> {
-        self.hands.turn(self.name, &mut self.machine, message, &mut self.actions, self.issuer.as_mut(), &self.post)
+        self.hands.turn(self.name, &mut self.machine, message, self.issuer.as_mut(), &self.post)
     }
 }
 
@@ -250,8 +269,13 @@ impl ActorThread {
     ) -> Result<Self, Cause> {
         let rank = hands.control.rank();
         let failed = |reason: String| Arc::new(Failure::new(FailureKind::StartUp, rank, reason));
+        let (idle, face) = (directory.clone(), hands.face.clone());
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
+            .on_thread_park(move || {
+                face.wake_for_facts();
+                idle.linger();
+            })
             .build()
             .map_err(|e| failed(format!("cannot start the actors' runtime: {e}")))?;
         let (started, start) = crossbeam_channel::bounded(1);
@@ -309,7 +333,7 @@ impl ActorThread {
 }
 
 fn running<M: Machine>(name: ActorName, machine: M, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Running<M> {
-    Running { name, machine, hands: hands.clone(), post: post.clone(), issuer: None, actions: Vec::new() }
+    Running { name, machine, hands: hands.clone(), post: post.clone(), issuer: None }
 }
 
 fn shell<M: Machine>() -> Shell<M> {

@@ -43,6 +43,7 @@ impl BufRange {
     }
 
     /// The sub-range `[start, end)`, counted in bytes from this range's start.
+    #[must_use]
     pub fn sub(&self, start: usize, end: usize) -> Self {
         Self { buffer: self.buffer, start: self.start + start, end: self.start + end }
     }

@@ -1,6 +1,6 @@
 //! Fill and cast between element types, with run-time dispatch to the widest instruction set.
 //!
-//! Owns the conversions between f32 and the 16-bit formats ([`narrow`]), which [`crate::Element`] and so the Adam loop use.
+//! Owns the conversions between f32 and the 16-bit formats (`narrow`), which [`crate::Element`] and so the Adam loop use.
 //! Devices call it for [`crate::work::Fill`] and [`crate::work::Cast`]. Same bits as crate `half` on every instruction
 //! set. One pass over memory.
 #![allow(clippy::inline_always)] // see `isa`

@@ -150,23 +150,23 @@ impl Event {
 impl Completer {
     /// Ends the event as done. Later ends of the same event change nothing.
     pub fn complete(&self) {
-        self.0.end(Ok(()));
+        self.0.end(&Ok(()));
     }
 
     /// Ends the event as failed. Later ends of the same event change nothing.
     pub fn fail(&self, cause: &Cause) {
-        self.0.end(Err(cause.clone()));
+        self.0.end(&Err(cause.clone()));
     }
 }
 
 impl Signal {
-    fn end(&self, result: Result<(), Cause>) {
+    fn end(&self, result: &Result<(), Cause>) {
         let notify = {
             let mut ended = self.ended.lock();
             if self.state.load(Ordering::Relaxed) != PENDING {
                 return;
             }
-            if let Err(cause) = &result {
+            if let Err(cause) = result {
                 ended.cause = Some(cause.clone());
             }
             self.state.store(if result.is_ok() { DONE } else { FAILED }, Ordering::Release);

@@ -1,6 +1,6 @@
 //! Which instruction set a loop runs on: the only place where that is decided.
 //!
-//! A loop is written once, as plain Rust, in [`Body::run`]. [`run`] compiles it for every instruction set of the machine's
+//! A loop is written once, as plain Rust, in `Body::run`. `run` compiles it for every instruction set of the machine's
 //! architecture and picks one at run time. [`crate::adam`], [`crate::norm`] and [`crate::convert`] run on the widest.
 //!
 //! Invariant: the bits do not depend on the choice. Bodies use only single operations that IEEE 754 rounds exactly (add,

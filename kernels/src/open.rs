@@ -44,7 +44,7 @@ impl Default for OpenOptions {
         Self {
             device: "cpu".into(),
             transport: "local".into(),
-            wait_limit: Duration::from_secs(1200),
+            wait_limit: Duration::from_mins(20),
             script: None,
             keep_log: true,
             issue_on_thread: false,

@@ -128,7 +128,7 @@ pub const KEYS: &[Key] = &[
         values: "a number from 0",
         default: "0.001",
         help: "learning rate of groups that do not set their own, until set_lr",
-        set: |c, v| put(&mut c.lr, number(v, 0.0..f64::INFINITY)),
+        set: |c, v| put(&mut c.lr, number(v, 0.0..f64::from(f32::MAX))),
     },
     Key {
         name: "betas",
@@ -145,14 +145,14 @@ pub const KEYS: &[Key] = &[
         values: "a number above 0",
         default: "1e-8",
         help: "added to the root of the second moment, for groups that do not set their own",
-        set: |c, v| put(&mut c.eps, number(v, f64::MIN_POSITIVE..f64::INFINITY)),
+        set: |c, v| put(&mut c.eps, number(v, f64::from(f32::MIN_POSITIVE)..f64::from(f32::MAX))),
     },
     Key {
         name: "weight_decay",
         values: "a number from 0",
         default: "0.01",
         help: "weight decay of groups that do not set their own",
-        set: |c, v| put(&mut c.weight_decay, number(v, 0.0..f64::INFINITY)),
+        set: |c, v| put(&mut c.weight_decay, number(v, 0.0..f64::from(f32::MAX))),
     },
     Key {
         name: "adam_w",

@@ -91,11 +91,22 @@ impl Session {
         let total = self.plan.gather_order().len() as u32;
         self.post.post(Letter::PreHook(PreHookMsg::Drain { version }));
         self.announce(version, total);
-        for bucket in self.plan.gather_order() {
-            self.await_bucket(*bucket, version, None)?;
-        }
+        self.await_all(version)?;
         self.note_chain(version, total);
         Ok(())
+    }
+
+    /// Waits for all buckets. Gathers are issued in order, so once the last one is, the host need not be woken for each.
+    fn await_all(&self, version: u64) -> Result<(), Cause> {
+        let Some(last) = self.plan.gather_order().last() else { return Ok(()) };
+        let fact = self.face.ready(*last);
+        if fact.at(version).is_none() {
+            let from = clock::now_ns();
+            let what = || format!("all gathers at version {version} to be issued");
+            self.await_fact(fact, version, &what)?;
+            self.recorder.waited(from, None);
+        }
+        self.plan.gather_order().iter().try_for_each(|bucket| self.await_bucket(*bucket, version, None).map(drop))
     }
 
     fn announce(&self, version: u64, demanded: u32) {
@@ -105,23 +116,26 @@ impl Session {
         }
     }
 
+    /// Tells the pre-hook of a demand that waits; where there are peers it tells them (rule O4).
     fn ask(&self, version: u64, demanded: u32) {
-        self.post.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: true }));
+        let told = self.face.take_wants_demand();
+        if told || self.plan.ranks() > 1 {
+            self.post.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: true }));
+        }
     }
 
     fn demand(&self, version: u64, demanded: u32, buckets: impl Iterator<Item = BucketId>) -> Result<(), Cause> {
         let (device, executor) = (&self.hands.device, self.hands.streams.executor);
         device.mark(executor, Mark::Demanded { version, demanded });
-        let mut wanted = self.face.raise_demand(version, demanded);
+        self.face.raise_demand(version, demanded);
         if self.config.overlap == Overlap::Chain {
             self.follow_chain(version, demanded)?;
         }
+        let mut asked = false;
         for bucket in buckets {
-            if self.await_bucket(bucket, version, Some(demanded))? {
-                wanted = false;
-            }
+            asked |= self.await_bucket(bucket, version, Some(demanded))?;
         }
-        if wanted && self.config.overlap == Overlap::Window {
+        if !asked && self.config.overlap == Overlap::Window && self.face.take_wants_demand() {
             self.post.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: false }));
         }
         Ok(())
@@ -139,7 +153,8 @@ impl Session {
             let position = chain.1;
             chain.1 += 1;
             self.hands.device.mark(self.executor(), Mark::WaitEnded { version, position });
-            if self.face.raise_waited(version, chain.1) {
+            self.face.raise_waited(version, chain.1);
+            if self.face.take_wants_demand() {
                 self.post.post(Letter::PreHook(PreHookMsg::WaitEnded { version, waited: chain.1 }));
             }
         }
@@ -180,7 +195,8 @@ impl Session {
     }
 
     fn await_fact(&self, fact: &Fact, version: u64, what: &dyn Fn() -> String) -> Result<Event, Cause> {
-        self.face.wait_until(what, self.backstop(), || fact.at(version)).map_err(|cause| self.ended(&cause))
+        let fact = self.face.wait_for_fact(fact, version, self.backstop(), what);
+        fact.map_err(|cause| self.ended(&cause))
     }
 
     /// Why a wait ended: the first cause. One that only this thread has seen so far ends everything on every rank.
@@ -250,8 +266,8 @@ impl Session {
         if step - self.face.finished_steps().min(step) >= allowed {
             let from = clock::now_ns();
             let what = || format!("the outcome of step {}", step - allowed);
-            let may_go_on = || (step - self.face.finished_steps().min(step) < allowed).then_some(());
-            self.face.wait_until(&what, self.backstop(), may_go_on).map_err(|cause| self.ended(&cause))?;
+            let waited = self.face.wait_for_steps(step + 1 - allowed, self.backstop(), &what);
+            waited.map_err(|cause| self.ended(&cause))?;
             self.recorder.waited(from, None);
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
@@ -260,9 +276,7 @@ impl Session {
         self.post.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))));
         self.steps.store(step + 1, Ordering::Release);
         if self.config.overlap == Overlap::None {
-            for bucket in self.plan.gather_order() {
-                self.await_bucket(*bucket, step + 1, None)?;
-            }
+            self.await_all(step + 1)?;
         }
         self.recorder.boundary(step, self.hands.device.as_ref());
         Ok(step)
@@ -308,9 +322,10 @@ impl Session {
         }
         let from = clock::now_ns();
         let what = || format!("the outcome of step {step}");
-        let outcome = self.face.wait_until(&what, self.backstop(), || self.face.outcome(step));
+        let finished = self.face.wait_for_steps(step + 1, self.backstop(), &what);
         self.recorder.waited(from, None);
-        outcome.map_err(|cause| self.ended(&cause))
+        finished.map_err(|cause| self.ended(&cause))?;
+        self.face.outcome(step).ok_or_else(|| self.no_outcome(step))
     }
 
     fn no_outcome(&self, step: u64) -> Cause {

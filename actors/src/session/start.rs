@@ -106,6 +106,7 @@ fn start(
         control: control.clone(),
         issued: Issued::default(),
         outstanding: Mutex::default(),
+        lists: Mutex::default(),
         judging: Mutex::default(),
         stopping: AtomicBool::new(false),
         dropped_edge: config.dropped_edge,
