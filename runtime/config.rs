@@ -1,4 +1,4 @@
-//! What a user can choose: [`Config`], from TOML or by builder.
+//! What a user can choose: [`Config`], from TOML, from the environment or by builder.
 //!
 //! Every key is in [`KEYS`], with its values, default and meaning; the README's table and `gatherflow --help` are printed
 //! from there. A config remembers which keys were set **explicitly**: one that the chosen device or mode never reads is an
@@ -8,6 +8,7 @@ mod builder;
 mod check;
 mod keys;
 mod parse;
+mod variables;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -164,6 +165,22 @@ pub enum ConfigError {
         key: String,
         /// The nearest key, or all of them.
         hint: String,
+    },
+    /// An environment variable of this project's that names no key.
+    #[error("unknown environment variable `{name}`; {hint}")]
+    UnknownVariable {
+        /// The variable.
+        name: String,
+        /// The nearest variable, or how they are named.
+        hint: String,
+    },
+    /// The value of an environment variable does not fit.
+    #[error("environment variable `{name}`: {reason}")]
+    Variable {
+        /// The variable.
+        name: String,
+        /// What does not fit.
+        reason: Box<ConfigError>,
     },
     /// A value of the wrong type or out of range.
     #[error("configuration key `{key}` = {value}: expected {expected}")]
