@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, FirstGather, Link, OnNonFinite, Overlap, StartParams};
 pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
@@ -69,6 +69,7 @@ pub struct Config {
     pub(crate) overlap: Overlap,
     pub(crate) credits: Credits,
     pub(crate) credits_bytes: Option<u64>,
+    pub(crate) first_gather: FirstGather,
     pub(crate) overlap_grad_reduce: bool,
     pub(crate) bucket_size: Option<usize>,
     pub(crate) num_buckets: Option<usize>,
@@ -109,6 +110,7 @@ impl Default for Config {
             overlap: Overlap::Window,
             credits: Credits::Buckets(3),
             credits_bytes: None,
+            first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
             bucket_size: None,
             num_buckets: None,

@@ -57,6 +57,7 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
         ("overlap = \"chain\"\ncredits = \"unlimited\"", "credits"),
         ("overlap = \"none\"\ncredits_bytes = 4096", "credits_bytes"),
         ("overlap = \"chain\"\ncredits_bytes = 4096", "credits_bytes"),
+        ("overlap = \"none\"\nfirst_gather = \"forward\"", "first_gather"),
         ("device = \"null\"\nemulate = \"1gbit,200us\"", "emulate"),
         ("device = \"null\"\nmax_norm = 1.0", "max_norm"),
         ("scaler = \"dynamic\"\non_nonfinite = \"error\"", "on_nonfinite"),

@@ -24,8 +24,10 @@ impl Config {
                 Ok(())
             }
         };
-        for key in ["credits", "credits_bytes"] {
+        for key in ["credits", "credits_bytes", "first_gather"] {
             dead(key, self.overlap == Overlap::None, "overlap = \"none\" gathers all before step returns")?;
+        }
+        for key in ["credits", "credits_bytes"] {
             dead(key, self.overlap == Overlap::Chain, "overlap = \"chain\" has one gather in flight")?;
         }
         let null = self.device == "null";
