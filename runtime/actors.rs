@@ -5,8 +5,8 @@ pub(crate) use gatherflow_actors::plan::{
     UnitSpec,
 };
 pub(crate) use gatherflow_actors::{
-    Counters, Credits, Deadlines, Driver, Edge, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig,
-    StartParams, StepOutcome, StepRequest, StepTimes,
+    Counters, Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session,
+    SessionConfig, StartParams, StepOutcome, StepRequest, StepTimes,
 };
 pub(crate) use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, Spoiled, VerdictRule};
 pub(crate) use gatherflow_kernels::{

@@ -1,4 +1,4 @@
-//! What a user can choose: [`Config`], from TOML or by builder.
+//! What a user can choose: [`Config`], from TOML, from the environment or by builder.
 //!
 //! Every key is in [`KEYS`], with its values, default and meaning; the README's table and `gatherflow --help` are printed
 //! from there. A config remembers which keys were set **explicitly**: one that the chosen device or mode never reads is an
@@ -8,12 +8,13 @@ mod builder;
 mod check;
 mod keys;
 mod parse;
+mod variables;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, FirstGather, Link, OnNonFinite, Overlap, StartParams};
 pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
@@ -67,6 +68,8 @@ pub struct Config {
     pub(crate) emulate: Option<Link>,
     pub(crate) overlap: Overlap,
     pub(crate) credits: Credits,
+    pub(crate) credits_bytes: Option<u64>,
+    pub(crate) first_gather: FirstGather,
     pub(crate) overlap_grad_reduce: bool,
     pub(crate) bucket_size: Option<usize>,
     pub(crate) num_buckets: Option<usize>,
@@ -106,6 +109,8 @@ impl Default for Config {
             emulate: None,
             overlap: Overlap::Window,
             credits: Credits::Buckets(3),
+            credits_bytes: None,
+            first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
             bucket_size: None,
             num_buckets: None,
@@ -162,6 +167,22 @@ pub enum ConfigError {
         key: String,
         /// The nearest key, or all of them.
         hint: String,
+    },
+    /// An environment variable of this project's that names no key.
+    #[error("unknown environment variable `{name}`; {hint}")]
+    UnknownVariable {
+        /// The variable.
+        name: String,
+        /// The nearest variable, or how they are named.
+        hint: String,
+    },
+    /// The value of an environment variable does not fit.
+    #[error("environment variable `{name}`: {reason}")]
+    Variable {
+        /// The variable.
+        name: String,
+        /// What does not fit.
+        reason: Box<ConfigError>,
     },
     /// A value of the wrong type or out of range.
     #[error("configuration key `{key}` = {value}: expected {expected}")]

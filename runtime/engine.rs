@@ -219,16 +219,18 @@ impl Engine {
     }
 
     /// Forgets the gradients written so far in this step, so that the next write overwrites. Never needed, and repeatable.
+    /// With `first_gather = "zero_grad"` the gathers of the newest parameters start here.
     ///
     /// # Errors
     /// A gradient that is being written or is complete (its reduction may have begun), by name (SPEC P9).
     pub fn zero_grad(&mut self) -> Result<(), Error> {
         self.shared.check_open()?;
-        self.shared.gradients.forget_writes().map_err(|(param, _)| {
+        let forgotten = self.shared.gradients.forget_writes().map_err(|(param, _)| {
             Error::misuse("its gradient is on its way already: call zero_grad before the last microbatch's backward, or not at all")
                 .on_rank(self.rank())
                 .of_parameter(&*self.params()[param.index()].name)
-        })
+        });
+        forgotten.inspect(|()| self.shared.session.zeroed())
     }
 
     /// Demands and awaits all pending gathers: evaluation, checkpoints and reads of everything are then free of waits.

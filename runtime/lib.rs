@@ -68,7 +68,7 @@ mod report;
 mod shared;
 
 pub use gatherflow_actors::plan::{BucketId, ParamId, Plan, PlanError, UnitId};
-pub use gatherflow_actors::{Counters, Overlap, StartParams, StepTimes};
+pub use gatherflow_actors::{Counters, FirstGather, Overlap, StartParams, StepTimes};
 pub use gatherflow_kernels::verdict::{Average, OnNonFinite};
 pub use gatherflow_kernels::{DType, Element, Link};
 

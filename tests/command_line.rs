@@ -59,6 +59,28 @@ fn plan_reads_a_model_and_a_configuration() {
 }
 
 #[test]
+fn variables_of_the_environment_come_between_file_and_flags() {
+    let config = file("layers.toml", "ranks = 4\nbucket_size = 10");
+    let plan = |variables: &[(&str, &str)], flags: &[&str]| -> serde_json::Value {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gatherflow"));
+        command.args(["plan", "--gpt", "2,64,256", "--json", "--config", &config]).args(flags);
+        let output = command.envs(variables.iter().copied()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    assert_eq!(plan(&[], &[])["ranks"], 4);
+    let variables = [("GATHERFLOW_RANKS", "3"), ("GATHERFLOW_NUM_BUCKETS", "1")];
+    let layered = plan(&variables, &[]);
+    assert_eq!((layered["ranks"].as_u64(), layered["buckets"].as_array().unwrap().len()), (Some(3), 2));
+    assert_eq!(plan(&variables, &["--ranks", "2"])["ranks"], 2);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_gatherflow"));
+    let output = command.args(["plan", "--gpt", "2,64,256"]).env("GATHERFLOW_NUM_BUCKET", "1").output().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(message.contains("`GATHERFLOW_NUM_BUCKET`; did you mean `GATHERFLOW_NUM_BUCKETS`?"), "{message}");
+}
+
+#[test]
 fn bad_arguments_are_refused_by_name() {
     refused(&["plan"], "no model: give a model description or --gpt");
     refused(&["plan", "--gpt", "1,2"], "three whole numbers");

@@ -20,7 +20,7 @@ fn an_unknown_key_is_refused_with_the_nearest_one_as_a_hint() {
 
 #[test]
 fn zero_credits_and_zero_bucket_sizes_are_errors_from_text_and_builder() {
-    for key in ["credits", "bucket_size", "num_buckets", "steps_in_flight", "ranks"] {
+    for key in ["credits", "credits_bytes", "bucket_size", "num_buckets", "steps_in_flight", "ranks"] {
         assert!(refusal(&format!("{key} = 0")).contains(&format!("`{key}` = 0: expected")), "{key}");
     }
     assert!(Config::new().credits(Credits::Buckets(0)).validate().unwrap_err().to_string().contains("`credits` = 0"));
@@ -55,6 +55,9 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
     for (text, key) in [
         ("overlap = \"none\"\ncredits = 3", "credits"),
         ("overlap = \"chain\"\ncredits = \"unlimited\"", "credits"),
+        ("overlap = \"none\"\ncredits_bytes = 4096", "credits_bytes"),
+        ("overlap = \"chain\"\ncredits_bytes = 4096", "credits_bytes"),
+        ("overlap = \"none\"\nfirst_gather = \"forward\"", "first_gather"),
         ("device = \"null\"\nemulate = \"1gbit,200us\"", "emulate"),
         ("device = \"null\"\nmax_norm = 1.0", "max_norm"),
         ("scaler = \"dynamic\"\non_nonfinite = \"error\"", "on_nonfinite"),
@@ -69,6 +72,75 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
         Config::from_toml(text).unwrap();
     }
     assert!(Config::new().overlap(Overlap::None).credits(Credits::Unlimited).validate().is_err());
+}
+
+fn with(variables: &[(&str, &str)]) -> Result<Config, ConfigError> {
+    Config::from_variables(Config::new(), variables.iter().copied())
+}
+
+#[test]
+fn every_key_has_an_environment_variable_of_its_own() {
+    let variables: std::collections::BTreeSet<String> = KEYS.iter().map(gatherflow::Key::variable).collect();
+    assert_eq!(variables.len(), KEYS.len());
+    assert!(variables.contains("GATHERFLOW_SCALER_KIND") && variables.contains("GATHERFLOW_DEADLINES_SILENCE_S"));
+    let config = with(&[
+        ("GATHERFLOW_OVERLAP", "chain"),
+        ("GATHERFLOW_SCALER_KIND", "dynamic"),
+        ("GATHERFLOW_SCALER_INTERVAL", "7"),
+        ("GATHERFLOW_BETAS", "[0.5, 0.75]"),
+        ("GATHERFLOW_EMULATE", "1gbit,200us"),
+    ]);
+    let text = "overlap = \"chain\"\nbetas = [0.5, 0.75]\nemulate = \"1gbit,200us\"\n\
+                [scaler]\nkind = \"dynamic\"\ninterval = 7";
+    assert_eq!(format!("{:?}", config.unwrap()), format!("{:?}", Config::from_toml(text).unwrap()));
+    assert!(with(&[("GATHERFLOW_SCALER", "constant")]).unwrap().is_explicit("scaler.kind"));
+}
+
+#[test]
+fn an_unknown_variable_is_refused_by_name_with_the_nearest_one_and_others_are_left_alone() {
+    for (variable, hint) in [
+        ("GATHERFLOW_CREDIT", "did you mean `GATHERFLOW_CREDITS`?"),
+        ("GATHERFLOW_SCALER_GROTH", "did you mean `GATHERFLOW_SCALER_GROWTH`?"),
+        ("GATHERFLOW_overlap", "after GATHERFLOW_ comes a key in capitals"),
+        ("GATHERFLOW_", "after GATHERFLOW_"),
+    ] {
+        let message = with(&[(variable, "1")]).unwrap_err().to_string();
+        assert!(message.contains(&format!("`{variable}`")) && message.contains(hint), "{message}");
+    }
+    let others = [
+        ("GATHERFLOW_NCCL", "/lib/libnccl.so"),
+        ("GATHERFLOW_BENCH_NUMEL", "9"),
+        ("GATHERFLOW_SOAK_SECONDS", "9"),
+        ("GATHERFLOW_TRAIN_GPT_SETTLED", "1"),
+        ("GATHERFLOWER", "1"),
+        ("CREDITS", "0"),
+    ];
+    assert_eq!(format!("{:?}", with(&others).unwrap()), format!("{:?}", Config::new()));
+}
+
+#[test]
+fn a_variable_is_checked_as_any_value_and_counts_as_set_explicitly() {
+    let refusal = |variables: &[(&str, &str)]| with(variables).unwrap_err().to_string();
+    assert_eq!(
+        refusal(&[("GATHERFLOW_CREDITS", "0")]),
+        "environment variable `GATHERFLOW_CREDITS`: configuration key `credits` = 0: expected a number of buckets from 1, or \
+         \"unlimited\""
+    );
+    let dead = refusal(&[("GATHERFLOW_OVERLAP", "none"), ("GATHERFLOW_CREDITS", "3")]);
+    assert!(dead.contains("`credits` is set but never read"), "{dead}");
+    let both = refusal(&[("GATHERFLOW_BUCKET_SIZE", "3"), ("GATHERFLOW_NUM_BUCKETS", "3")]);
+    assert!(both.contains("exclude each other"), "{both}");
+}
+
+#[test]
+fn each_layer_overrides_the_ones_before_it_key_by_key() {
+    let file = Config::from_toml("bucket_size = 64\nlr = 0.5\neps = 0.25").unwrap();
+    let variables = [("GATHERFLOW_NUM_BUCKETS", "4"), ("GATHERFLOW_LR", "0.125")];
+    let mut config = Config::from_variables(file, variables).unwrap();
+    config.set_layer([("bucket_size", "128")]).unwrap();
+    let expected = Config::from_toml("bucket_size = 128\nlr = 0.125\neps = 0.25").unwrap();
+    assert_eq!(format!("{config:?}"), format!("{expected:?}"));
+    assert!(config.set_layer([("credit", "1")]).unwrap_err().to_string().contains("`credits`"));
 }
 
 fn model(dtype: DType) -> Model {

@@ -33,16 +33,55 @@ fn ahead(setting: &Setting, buckets: usize) -> usize {
     }
 }
 
+/// How many gathers go when `demanded` are demanded and nothing else is.
+fn reach(setting: &Setting, gathers: &[u64], demanded: usize) -> usize {
+    let most = demanded.saturating_add(ahead(setting, gathers.len())).min(gathers.len());
+    let fits = |n: &usize| gathers[demanded..*n].iter().sum::<u64>() <= setting.credits_bytes.unwrap_or(u64::MAX);
+    (demanded..=most).rev().find(fits).unwrap_or(demanded)
+}
+
+/// Credits in bytes: some buckets are above the first budget, the largest one alone is above the second, two of the largest
+/// fit into the third; and together with credits in buckets.
+fn budgets(job: &Job<'_>) -> [Setting; 4] {
+    let plan = job.net.model.plan(job.ranks, &job.config(&Setting::of(Overlap::None))).unwrap();
+    let mut sizes = gather_bytes(&plan);
+    sizes.sort_unstable();
+    let largest = sizes[sizes.len() - 1];
+    let middle = sizes[sizes.len() / 2];
+    assert!(sizes[0] <= middle && middle < largest, "{sizes:?}");
+    let unlimited = |bytes| Setting { credits_bytes: Some(bytes), ..Setting::window(Credits::Unlimited) };
+    let both = Setting { credits: Credits::Buckets(2), ..unlimited(3 * middle) };
+    [unlimited(middle), unlimited(largest - 1), unlimited(2 * largest), both]
+}
+
+#[test]
+fn a_bucket_above_the_budget_of_bytes_is_gathered_on_demand_only_and_changes_no_bit() {
+    let net = Net::mixed(false);
+    let job = Job::new(&net, 3, 4, &|_, _| vec![(0..6).collect()]);
+    let expected = serial(&job);
+    for setting in budgets(&job) {
+        let budget = setting.credits_bytes.unwrap();
+        for finished in job.train(&expected, &setting) {
+            let peak = finished.counters.peak_ahead_bytes;
+            assert!(peak <= budget, "{peak} bytes ahead of a budget of {budget}");
+        }
+    }
+    let nothing_fits = Setting { credits_bytes: Some(1), ..Setting::window(Credits::Unlimited) };
+    for finished in job.train(&expected, &nothing_fits) {
+        assert_eq!(finished.counters.peak_ahead_bytes, 0);
+    }
+}
+
 #[test]
 fn a_slow_forward_sees_gathers_run_ahead_by_exactly_the_credits() {
     let net = Net::mixed(false);
     let job = Job::new(&net, 2, 4, &|_, _| vec![(0..6).collect()]);
     let expected = serial(&job);
-    for setting in Setting::modes() {
+    for setting in Setting::modes().into_iter().chain(budgets(&job)) {
         let meeting = Meeting::of(job.ranks);
         job.on_ranks(&expected, &setting, |mut trainer| {
-            let buckets = trainer.engine.plan().buckets().len();
-            let credits = ahead(&setting, buckets);
+            let gathers = gather_bytes(trainer.engine.plan());
+            let (buckets, mut peak) = (gathers.len(), 0);
             for step in 0..job.steps {
                 trainer.train_one();
                 trainer.outcome(step);
@@ -50,8 +89,9 @@ fn a_slow_forward_sees_gathers_run_ahead_by_exactly_the_credits() {
                 let before = step * buckets as u64;
                 let issued = || (engine.counters().gathers - before) as usize;
                 // No rank demands more while another counts, since demand of peers is demand too.
-                let settled = |demanded: usize| {
-                    let bound = (demanded + credits).min(buckets);
+                let mut settled = |demanded: usize| {
+                    let bound = reach(&setting, &gathers, demanded);
+                    peak = peak.max(gathers[demanded..bound].iter().sum());
                     wait_until(&format!("gather {bound} with {demanded} demanded, {setting:?}"), || issued() >= bound);
                     std::thread::sleep(Duration::from_micros(500));
                     assert_eq!(issued(), bound, "{demanded} gathers are demanded, {setting:?}");
@@ -67,7 +107,11 @@ fn a_slow_forward_sees_gathers_run_ahead_by_exactly_the_credits() {
                 }
                 assert_eq!(demanded, buckets);
             }
-            trainer.finish()
+            let counted = trainer.finish().counters.peak_ahead_bytes;
+            // A chain also stops within units, where nobody looks here.
+            if setting.overlap == Overlap::Window {
+                assert_eq!(counted, peak, "bytes ahead, {setting:?}");
+            }
         });
     }
 }

@@ -110,6 +110,17 @@ fn flags_override_the_configuration_file() {
 }
 
 #[test]
+fn variables_of_the_environment_are_read() {
+    for (value, names) in [("sideways", "`GATHERFLOW_OVERLAP`"), ("none", "`credits`")] {
+        let mut command = Command::new(example());
+        let output = command.args(["--credits", "4"]).env("GATHERFLOW_OVERLAP", value).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{value}: {message}");
+        assert!(message.contains(names), "{value}: {message}");
+    }
+}
+
+#[test]
 fn bad_input_is_refused_with_exit_code_2_and_named() {
     let short = file("short.txt", b"too short");
     refused(&["--data", &short, "--seq", "9"], "9 bytes");

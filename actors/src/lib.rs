@@ -43,6 +43,6 @@ pub mod supervisor;
 pub use action::{ActorName, Edge, StepOutcome};
 pub use control::{Ranks, Seat};
 pub use optimizer::{Group, LrRow};
-pub use prehook::{Credits, Overlap};
+pub use prehook::{Credits, FirstGather, Overlap};
 pub use session::{Counters, Driver, Session, SessionConfig, StartParams, StepRequest, StepTimes};
 pub use supervisor::Deadlines;

@@ -3,9 +3,10 @@
 //! Owns the credits (rule C1): with D gathers demanded (a prefix of the gather order) and I let go, I <= D + credits.
 //! Entering a unit is demand; credits bound how far gathers run ahead of it, in buckets and in bytes. Peer demand (O4), a
 //! flush and the drain before the first reduce count as demand. In mode chain one gather follows the other, each after
-//! the executor's wait on the one before.
+//! the executor's wait on the one before. The first gathers of a version go when its step is finished, or only once they are
+//! opened ([`FirstGather`]); demand opens them too, so nobody waits for who never comes.
 //!
-//! Hears from the executor (demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
+//! Hears from the executor (opening, demand, a wait ended), the optimizer (step finished), the buckets (gathered), the
 //! communicator (drain) and the supervisor (peer demand). Says to the buckets: gather, in gather order, each once a version.
 
 use std::cmp::Ordering;
@@ -24,6 +25,13 @@ pub enum PreHookMsg {
         version: u64,
         /// Whether there is anything to gather.
         updated: bool,
+    },
+    /// Executor: from here on the gathers of `version` may start, if the configuration lets them wait for it.
+    Open {
+        /// The version it reads.
+        version: u64,
+        /// By entering a unit: what this lets go starts after that (edge E8).
+        by_entry: bool,
     },
     /// Executor: it has entered a unit that needs the first `demanded` gathers of `version`.
     Demand {
@@ -80,6 +88,18 @@ pub enum Overlap {
     Window,
 }
 
+/// Where the first gathers of a version may start (SPEC P2). Whatever is demanded starts all the same.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum FirstGather {
+    /// As soon as the step is finished.
+    #[default]
+    Step,
+    /// When the executor zeroes its gradients, or enters a unit.
+    ZeroGrad,
+    /// When the executor enters the first unit.
+    Forward,
+}
+
 /// How far gathers may run ahead of demand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Credits {
@@ -106,11 +126,14 @@ pub struct PreHook {
     bytes_before: Vec<u64>,
     mode: Overlap,
     credits: Credits,
+    first: FirstGather,
     announces: bool,
     /// The newest finished step's version.
     version: u64,
     /// That step was updated: there are gathers to let go.
     open: bool,
+    /// The newest version that the executor has opened.
+    opened: u64,
     let_go: u32,
     demand: Demand,
     /// Demand for later versions, heard before their steps finished: executors are ahead by up to the steps in flight.
@@ -142,9 +165,11 @@ impl PreHook {
             bytes_before,
             mode,
             credits,
+            first: FirstGather::Step,
             announces,
             version: 0,
             open: false,
+            opened: 0,
             let_go: 0,
             demand: Demand::default(),
             early: BTreeMap::new(),
@@ -152,6 +177,12 @@ impl PreHook {
             announced: (0, 0),
             peak_ahead_bytes: 0,
         }
+    }
+
+    /// The same, with the first gathers of a version starting elsewhere.
+    #[must_use]
+    pub fn starting(self, first: FirstGather) -> Self {
+        Self { first, ..self }
     }
 
     /// The version whose gathers it lets go.
@@ -191,9 +222,15 @@ impl PreHook {
         version == self.version
     }
 
+    /// The gathers of this version wait to be opened, and nothing of it is demanded. Without overlap they never wait.
+    fn shut(&self) -> bool {
+        let waits = self.first != FirstGather::Step && self.mode != Overlap::None;
+        waits && self.opened < self.version && self.demand == Demand::default()
+    }
+
     /// Lets gathers go as far as demand and credits reach. `by_entry`: an entry is the reason.
     fn let_go(&mut self, by_entry: bool, actions: &mut Vec<Action>) {
-        if !self.open {
+        if !self.open || self.shut() {
             return;
         }
         let total = self.total();
@@ -201,7 +238,8 @@ impl PreHook {
         while self.let_go < total {
             let next = self.let_go;
             let forced = next < self.demand.forced;
-            // What no entry has to wait for: the start of a version, before anything is demanded.
+            // What no entry has to wait for: the start of a version, before anything is demanded. Where that was shut, what
+            // an entry finds here waited for it.
             let (goes, free) = match self.mode {
                 Overlap::None => (true, true),
                 Overlap::Chain => (forced || next <= self.waited, next == 0),
@@ -216,7 +254,7 @@ impl PreHook {
             actions.push(Action::LetGo {
                 bucket,
                 version: self.version,
-                after_entry: by_entry && !forced && !free,
+                after_entry: by_entry && !forced && !(free && self.first == FirstGather::Step),
             });
         }
         let ahead = self.ahead_bytes(demanded);
@@ -254,7 +292,13 @@ impl Machine for PreHook {
                 self.let_go = 0;
                 self.waited = 0;
                 self.demand = self.early.remove(&version).unwrap_or_default();
-                self.let_go(self.demand.entered > 0, actions);
+                self.let_go(self.demand.entered > 0 || self.first == FirstGather::Forward, actions);
+            }
+            PreHookMsg::Open { version, by_entry } => {
+                self.opened = self.opened.max(version);
+                if version == self.version {
+                    self.let_go(by_entry, actions);
+                }
             }
             PreHookMsg::Demand { version, demanded, announce } => {
                 let newest = version >= self.version && (version, demanded) > self.announced;
@@ -447,6 +491,65 @@ mod tests {
         assert_eq!(say(&mut p, demand(1, 5)), none());
         assert_eq!((p.waits_for_demand(), p.version()), (Some(false), 1));
         assert_eq!(say(&mut p, finished(2)).0, [0, 1, 2]);
+    }
+
+    fn open(version: u64, by_entry: bool) -> PreHookMsg {
+        PreHookMsg::Open { version, by_entry }
+    }
+
+    #[test]
+    fn the_first_gathers_wait_to_be_opened_where_they_do_not_start_with_the_step() {
+        for first in [FirstGather::ZeroGrad, FirstGather::Forward] {
+            let mut p = prehook(Overlap::Window, 2, None).starting(first);
+            assert_eq!(say(&mut p, finished(1)), none());
+            assert_eq!(p.waits_for_demand(), Some(true));
+            assert_eq!(say(&mut p, open(0, false)), none(), "a version that is over");
+            assert_eq!(say(&mut p, open(1, false)), (vec![0, 1], vec![]));
+            assert_eq!(say(&mut p, open(1, true)), none(), "credits still bound it");
+            assert_eq!(say(&mut p, demand(1, 3)), (vec![2, 3, 4], vec![2, 3, 4]));
+
+            let mut chain = prehook(Overlap::Chain, 1, None).starting(first);
+            assert_eq!(say(&mut chain, finished(1)), none());
+            assert_eq!(say(&mut chain, open(1, true)), (vec![0], vec![0]), "after the entry that opened it");
+            assert_eq!(say(&mut chain, PreHookMsg::WaitEnded { version: 1, waited: 1 }).0, [1]);
+        }
+        let mut p = prehook(Overlap::Window, 2, None);
+        assert_eq!(say(&mut p, finished(1)).0, [0, 1], "the step itself opens them by default");
+        let mut p = prehook(Overlap::None, 1, None).starting(FirstGather::Forward);
+        assert_eq!(say(&mut p, finished(1)).0, [0, 1, 2, 3, 4], "without overlap nothing waits");
+    }
+
+    #[test]
+    fn a_version_may_be_opened_before_its_step_is_finished() {
+        let mut p = prehook(Overlap::Window, 1, None).starting(FirstGather::ZeroGrad);
+        assert_eq!(say(&mut p, open(2, false)), none());
+        assert_eq!(say(&mut p, finished(1)).0, [0], "whoever opens a later version is past this one");
+        say(&mut p, PreHookMsg::Drain { version: 1 });
+        assert_eq!(say(&mut p, finished(2)), (vec![0], vec![]));
+        say(&mut p, PreHookMsg::Drain { version: 2 });
+        assert_eq!(say(&mut p, finished(3)), none());
+    }
+
+    #[test]
+    fn whatever_is_demanded_opens_a_version_too() {
+        let demands = [
+            demand(1, 1),
+            PreHookMsg::PeerDemand { version: 1, demanded: 1 },
+            PreHookMsg::Awaited { version: 1, demanded: 1 },
+            PreHookMsg::Drain { version: 1 },
+        ];
+        for mode in [Overlap::Window, Overlap::Chain] {
+            for message in demands.clone() {
+                let mut early = prehook(mode, 1, None).starting(FirstGather::Forward);
+                assert_eq!(say(&mut early, message.clone()), none());
+                assert_eq!(say(&mut early, finished(1)).0[0], 0, "{message:?}");
+                let mut late = prehook(mode, 1, None).starting(FirstGather::Forward);
+                say(&mut late, finished(1));
+                let (gone, after) = say(&mut late, message.clone());
+                let by_entry = matches!(message, PreHookMsg::Demand { .. });
+                assert_eq!((gone[0], after.contains(&0)), (0, by_entry), "{message:?}");
+            }
+        }
     }
 
     #[test]

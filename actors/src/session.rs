@@ -22,7 +22,7 @@ use crate::hands::{Hands, Post};
 use crate::lowering::BucketMemory;
 use crate::optimizer::{Group, LrRow};
 use crate::plan::{BucketId, ParamId, Plan};
-use crate::prehook::{Credits, Overlap};
+use crate::prehook::{Credits, FirstGather, Overlap};
 use crate::recorder::Recorder;
 use crate::shell::ActorThread;
 use crate::supervisor::Deadlines;
@@ -54,6 +54,8 @@ pub struct SessionConfig {
     pub overlap: Overlap,
     /// How far gathers may run ahead of demand (window).
     pub credits: Credits,
+    /// Where the first gathers of a version may start (chain and window).
+    pub first_gather: FirstGather,
     /// Reduce a bucket as soon as its gradients are complete, not at `step`.
     pub overlap_grad_reduce: bool,
     /// Averaging, clipping and policies.
@@ -143,6 +145,8 @@ pub struct Session {
     buckets: Box<[BucketSide]>,
     /// Number of `step` calls so far: the version a reader needs.
     steps: AtomicU64,
+    /// The newest version whose gathers may start, where that does not go with the step.
+    opened: AtomicU64,
     /// Chain mode: `(version, gathers waited for)`.
     chain: Mutex<(u64, u32)>,
     recorder: Recorder,

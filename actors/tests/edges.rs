@@ -4,7 +4,7 @@
 #[path = "scenario/mod.rs"]
 mod scenario;
 
-use gatherflow_actors::{Edge, Overlap};
+use gatherflow_actors::{Edge, FirstGather, Overlap};
 use gatherflow_kernels::check::{CheckOptions, RunAhead, Summary, Violations, check_logs};
 use proptest::prelude::*;
 use scenario::{Scenario, Shape};
@@ -23,8 +23,13 @@ fn check(scenario: &Scenario) -> Result<Summary, Violations> {
 #[test]
 fn a_plain_run_is_clean_in_every_mode() {
     for overlap in [Overlap::None, Overlap::Chain, Overlap::Window] {
-        for overlap_grad_reduce in [false, true] {
-            let scenario = Scenario { overlap, overlap_grad_reduce, ..Scenario::plain() };
+        for (overlap_grad_reduce, first_gather) in [
+            (false, FirstGather::Step),
+            (true, FirstGather::Step),
+            (true, FirstGather::ZeroGrad),
+            (true, FirstGather::Forward),
+        ] {
+            let scenario = Scenario { overlap, overlap_grad_reduce, first_gather, ..Scenario::plain() };
             let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}: {v}"));
             let buckets = scenario.plan().buckets().len();
             assert!(buckets > 3);

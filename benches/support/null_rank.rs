@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
 use gatherflow_actors::{
-    Credits, Deadlines, Driver, Group, LrRow, Overlap, Ranks, Session, SessionConfig, StartParams, StepRequest,
+    Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, StartParams,
+    StepRequest,
 };
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
 use gatherflow_kernels::{Cause, DType, OpenOptions};
@@ -88,6 +89,7 @@ fn config(overlap: Overlap, credits: u32, driver: Driver) -> SessionConfig {
     SessionConfig {
         overlap,
         credits: Credits { buckets: credits, bytes: None },
+        first_gather: FirstGather::Step,
         overlap_grad_reduce: true,
         rule: VerdictRule { average: Average::Ranks(1), max_norm: 1.0, on_nonfinite: OnNonFinite::Skip },
         scaler: ScalerRule::None,

@@ -58,7 +58,7 @@ pub(crate) struct Options {
     /// Seed of initial parameters and batches
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
-    /// A configuration file (`gatherflow --help` lists the keys); flags override it
+    /// A configuration file (`gatherflow --help` lists the keys); GATHERFLOW_* variables and flags override it
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
     /// The text to learn from [default: sources and documents of this repository]
@@ -78,12 +78,12 @@ fn dtypes() -> impl TypedValueParser<Value = DType> {
 }
 
 impl Options {
-    /// The configuration of the file with the flags over it, and what this program prefers where neither says anything.
+    /// The configuration of the file, the `GATHERFLOW_*` variables over it, the flags over those, and what this program prefers where neither says anything.
     ///
     /// # Errors
     /// A sentence that names the file or the key.
     pub(crate) fn config(&self) -> Result<Config, String> {
-        let mut config = self.file()?;
+        let mut config = Config::from_env(self.file()?).map_err(|e| e.to_string())?;
         let ranks = self.ranks.map(|n| n.to_string());
         let flags = [
             ("ranks", &ranks),
@@ -94,11 +94,8 @@ impl Options {
             ("overlap_grad_reduce", &self.overlap_grad_reduce),
             ("emulate", &self.emulate),
         ];
-        for (key, value) in flags {
-            if let Some(value) = value {
-                config.set(key, value).map_err(|e| e.to_string())?;
-            }
-        }
+        let flags = flags.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?)));
+        config.set_layer(flags).map_err(|e| e.to_string())?;
         let mut prefer = |key: &str, value: &str| {
             if config.is_explicit(key) { Ok(()) } else { config.set(key, value).map_err(|e| e.to_string()) }
         };
@@ -116,16 +113,6 @@ impl Options {
 
     fn file(&self) -> Result<Config, String> {
         let Some(path) = &self.config else { return Ok(Config::new()) };
-        let name = path.display();
-        let text = std::fs::read_to_string(path).map_err(|e| format!("cannot read the configuration {name}: {e}"))?;
-        let mut table: toml::Table = text.parse().map_err(|e| format!("{name}: {e}"))?;
-        // Bucket size and number exclude each other, so a flag for one overrides the other too.
-        if self.num_buckets.is_some() {
-            table.remove("bucket_size");
-        }
-        if self.bucket_size.is_some() {
-            table.remove("num_buckets");
-        }
-        Config::from_toml(&table.to_string()).map_err(|e| format!("{name}: {e}"))
+        Config::from_file(path).map_err(|e| format!("{}: {e}", path.display()))
     }
 }

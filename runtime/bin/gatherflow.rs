@@ -75,7 +75,9 @@ fn gpt_shape(text: &str) -> Result<[usize; 3], String> {
 
 /// The configuration keys, for the end of `--help`.
 fn keys_help() -> String {
-    let mut text = String::from("Configuration keys (TOML):\n");
+    let mut text = String::from(
+        "Configuration keys (TOML, or GATHERFLOW_ variables over it: GATHERFLOW_SCALER_KIND=dynamic sets scaler.kind):\n",
+    );
     for key in gatherflow::KEYS {
         // Writing to a string cannot fail.
         let _ = writeln!(
@@ -125,12 +127,12 @@ fn plan(args: &PlanArgs) -> Result<String, String> {
         Some(path) => Config::from_file(path).map_err(|e| format!("{}: {e}", path.display()))?,
         None => Config::new(),
     };
+    config = Config::from_env(config).map_err(|e| e.to_string())?;
     let flags = [("ranks", args.ranks), ("bucket_size", args.bucket_size), ("num_buckets", args.num_buckets)];
-    for (key, value) in flags {
-        if let Some(value) = value {
-            config.set(key, &value.to_string()).map_err(|e| e.to_string())?;
-        }
-    }
+    let flags = flags.map(|(key, value)| (key, value.map(|n| n.to_string())));
+    config
+        .set_layer(flags.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?))))
+        .map_err(|e| e.to_string())?;
     let model = match (&args.model, args.gpt) {
         (Some(path), _) => std::fs::read_to_string(path)
             .map_err(|e| e.to_string())

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, FirstGather, Link, OnNonFinite, Overlap, StartParams};
 
 macro_rules! setters {
     ($($(#[$doc:meta])* $key:literal: $name:ident($($arg:ident: $ty:ty),+) $set:expr;)+) => {
@@ -31,6 +31,11 @@ setters! {
     "overlap": overlap(overlap: Overlap) |c, v| c.overlap = v;
     /// `credits`: how far gathers run ahead (default 3 buckets; overlap window only).
     "credits": credits(credits: Credits) |c, v| c.credits = v;
+    /// `credits_bytes`: how many bytes gathers run ahead, beside the bound of `credits` (overlap window only). A bucket
+    /// above it is gathered on demand only.
+    "credits_bytes": credits_bytes(bytes: u64) |c, v| c.credits_bytes = Some(v);
+    /// `first_gather`: where the first gathers of a version may start (default at the step's end; overlap chain and window).
+    "first_gather": first_gather(first: FirstGather) |c, v| c.first_gather = v;
     /// `overlap_grad_reduce`: reduce buckets during backward (default true).
     "overlap_grad_reduce": overlap_grad_reduce(on: bool) |c, v| c.overlap_grad_reduce = v;
     /// `bucket_size`, in elements. Not together with `num_buckets`.

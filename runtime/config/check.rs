@@ -24,8 +24,12 @@ impl Config {
                 Ok(())
             }
         };
-        dead("credits", self.overlap == Overlap::None, "overlap = \"none\" gathers all before step returns")?;
-        dead("credits", self.overlap == Overlap::Chain, "overlap = \"chain\" has one gather in flight")?;
+        for key in ["credits", "credits_bytes", "first_gather"] {
+            dead(key, self.overlap == Overlap::None, "overlap = \"none\" gathers all before step returns")?;
+        }
+        for key in ["credits", "credits_bytes"] {
+            dead(key, self.overlap == Overlap::Chain, "overlap = \"chain\" has one gather in flight")?;
+        }
         let null = self.device == "null";
         dead("emulate", null, "device = \"null\" moves no bytes")?;
         dead("max_norm", null, "device = \"null\" computes no norm")?;
@@ -73,6 +77,7 @@ impl Config {
                     Credits::Buckets(n) => whole(u64::from(n)),
                     Credits::Unlimited => continue,
                 },
+                "credits_bytes" => whole(self.credits_bytes.unwrap_or(1)),
                 "bucket_size" => whole(self.bucket_size.unwrap_or(1) as u64),
                 "num_buckets" => whole(self.num_buckets.unwrap_or(1) as u64),
                 "lr" => Value::Float(self.lr),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use toml::Value;
 
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, FirstGather, Link, OnNonFinite, Overlap, StartParams};
 
 /// One configuration key.
 #[derive(Clone, Copy, Debug)]
@@ -83,6 +83,30 @@ pub const KEYS: &[Key] = &[
             c.credits = match v {
                 Value::String(s) if s == "unlimited" => Credits::Unlimited,
                 _ => Credits::Buckets(u32::try_from(count(v)?).ok().filter(|n| *n < u32::MAX)?),
+            };
+            Some(())
+        },
+    },
+    Key {
+        name: "credits_bytes",
+        values: "a number of bytes from 1",
+        default: "no bound but credits",
+        help: "how many bytes gathers run ahead of what forward has entered; a bucket above it is gathered on demand only; \
+               overlap window only",
+        set: |c, v| put(&mut c.credits_bytes, count(v).map(|n| Some(n as u64))),
+    },
+    Key {
+        name: "first_gather",
+        values: "\"step\", \"zero_grad\" or \"forward\"",
+        default: "\"step\"",
+        help: "where the first gathers of new parameters may start: with the end of the step, at zero_grad, or when forward \
+               enters a unit; what is demanded starts all the same; overlap chain and window only",
+        set: |c, v| {
+            c.first_gather = match v.as_str()? {
+                "step" => FirstGather::Step,
+                "zero_grad" => FirstGather::ZeroGrad,
+                "forward" => FirstGather::Forward,
+                _ => return None,
             };
             Some(())
         },

@@ -161,7 +161,8 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
     };
     actors::SessionConfig {
         overlap: config.overlap,
-        credits: actors::Credits { buckets, bytes: None },
+        credits: actors::Credits { buckets, bytes: config.credits_bytes },
+        first_gather: config.first_gather,
         overlap_grad_reduce: config.overlap_grad_reduce,
         rule: actors::VerdictRule {
             average: if config.average == Average::Weight { Average::Weight } else { Average::Ranks(ranks) },

@@ -18,7 +18,7 @@ mod trainer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Credits, Link, Overlap, ScalerKind};
+use gatherflow::{Config, Credits, FirstGather, Link, Overlap, ScalerKind};
 
 pub use net::Net;
 use trainer::Finished;
@@ -51,6 +51,10 @@ pub struct Setting {
     pub overlap: Overlap,
     /// Read in mode window only.
     pub credits: Credits,
+    /// Read in mode window only.
+    pub credits_bytes: Option<u64>,
+    /// Not read in mode none.
+    pub first_gather: FirstGather,
     pub overlap_grad_reduce: bool,
     pub issue_on_thread: bool,
     pub steps_in_flight: u32,
@@ -64,6 +68,8 @@ impl Setting {
         Self {
             overlap,
             credits: Credits::Buckets(3),
+            credits_bytes: None,
+            first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
             issue_on_thread: false,
             steps_in_flight: 2,
@@ -118,6 +124,14 @@ impl<'a> Job<'a> {
             .overlap_grad_reduce(setting.overlap_grad_reduce)
             .steps_in_flight(setting.steps_in_flight);
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
+        let config = match setting.overlap {
+            Overlap::None => config,
+            _ => config.first_gather(setting.first_gather),
+        };
+        let config = match setting.credits_bytes {
+            Some(bytes) => config.credits_bytes(bytes),
+            None => config,
+        };
         let config = match setting.link {
             Some(link) if self.ranks > 1 => config.emulate(link),
             _ => config,

@@ -13,7 +13,7 @@ use crate::control::ControlMsg;
 use crate::face::Fact;
 use crate::optimizer::{CloseBucket, OptimizerMsg, StepStart};
 use crate::plan::{BucketId, ParamId, Position, UnitId};
-use crate::prehook::{Overlap, PreHookMsg};
+use crate::prehook::{FirstGather, Overlap, PreHookMsg};
 
 impl Session {
     /// Enters a unit: demands the gathers up to its last bucket, and lets the executor's stream wait for its buckets.
@@ -30,9 +30,25 @@ impl Session {
         if face.seen.load(Ordering::Acquire) > version {
             return Ok(());
         }
+        self.open_gathers(version, true);
         self.demand(version, face.demand, face.buckets.iter().copied())?;
         face.seen.store(version + 1, Ordering::Release);
         Ok(())
+    }
+
+    /// The executor zeroes its gradients: where the first gathers wait for that, they start now.
+    pub fn zeroed(&self) {
+        if self.config.first_gather == FirstGather::ZeroGrad {
+            self.open_gathers(self.steps(), false);
+        }
+    }
+
+    /// Lets the gathers of a version start, unless that went with its step or was said already.
+    fn open_gathers(&self, version: u64, by_entry: bool) {
+        let waits = self.config.first_gather != FirstGather::Step && self.config.overlap != Overlap::None;
+        if waits && self.opened.fetch_max(version, Ordering::AcqRel) < version {
+            self.post.post(Letter::PreHook(PreHookMsg::Open { version, by_entry }));
+        }
     }
 
     /// Demands one parameter and waits for it, from anywhere and in any order (rule V2).

@@ -150,6 +150,7 @@ fn session(
         post,
         actors: Mutex::new(actors),
         steps: AtomicU64::new(0),
+        opened: AtomicU64::new(0),
         chain: Mutex::new((0, 0)),
         recorder: Recorder::new(),
         closed: OnceLock::new(),

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
 use gatherflow_actors::{
-    Credits, Deadlines, Driver, Edge, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig, StartParams,
-    StepRequest,
+    Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig,
+    StartParams, StepRequest,
 };
 use gatherflow_kernels::null::{NullLog, Script, updated_report};
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
@@ -129,6 +129,7 @@ pub struct Scenario {
     pub shape: Shape,
     pub overlap: Overlap,
     pub credits: u32,
+    pub first_gather: FirstGather,
     pub overlap_grad_reduce: bool,
     pub steps_in_flight: u32,
     pub steps: u64,
@@ -166,6 +167,7 @@ impl Scenario {
             shape: Shape::regular(2, 6, 2, 100, 100),
             overlap: Overlap::Window,
             credits: 3,
+            first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
             steps_in_flight: 2,
             steps: 4,
@@ -199,6 +201,7 @@ impl Scenario {
             unused: [0, 0, 20, 100][draw.below(4)],
             dropped_edge: None,
             issue_on_thread: false,
+            first_gather: [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)],
         }
     }
 
@@ -210,6 +213,7 @@ impl Scenario {
         SessionConfig {
             overlap: self.overlap,
             credits: Credits { buckets: self.credits, bytes: None },
+            first_gather: self.first_gather,
             overlap_grad_reduce: self.overlap_grad_reduce,
             rule: VerdictRule {
                 average: Average::Ranks(self.shape.ranks),
@@ -295,6 +299,7 @@ impl Scenario {
             }
             Ok::<(), Cause>(())
         };
+        session.zeroed();
         order.iter().try_for_each(|unit| read(*unit, &mut call))?;
 
         // The same on every rank: which parameters get no gradient is decided by step alone.
