@@ -203,7 +203,9 @@ fn engine_steps(rank: Rank, dtype: Candle, config: Config) -> Steps {
             for microbatch in 0..2 {
                 let pass = engine.owned_pass(gatherflow::ChunkId(0), microbatch, microbatch == 1, Mode::Train).unwrap();
                 let units = [0, 1].map(gatherflow::UnitId);
-                units.iter().for_each(|unit| pass.enter(*unit).unwrap());
+                for unit in units {
+                    pass.enter(unit).unwrap();
+                }
                 for (param, (_, shape)) in SHAPES.iter().enumerate() {
                     let values = ragged(numel(shape), param + 10 * step + 100 * number + 1000 * microbatch);
                     let values = tensor(values, shape, dtype).to_dtype(Candle::F32).unwrap();
@@ -215,7 +217,9 @@ fn engine_steps(rank: Rank, dtype: Candle, config: Config) -> Steps {
                     }
                     main.complete();
                 }
-                units.iter().rev().for_each(|unit| pass.leave(*unit).unwrap());
+                for unit in units.into_iter().rev() {
+                    pass.leave(unit).unwrap();
+                }
             }
             let outcome = engine.step().unwrap().outcome().unwrap();
             seen(engine.params_hash().unwrap(), &outcome)
