@@ -5,7 +5,7 @@
 //! Two ranks, threads of this process, train one network; each has `Var`s and data of its own, and all `Var`s hold the same
 //! values from the start on.
 //!
-//! The lines marked `changed` are all that differs from the program for one process, whose optimizer was candle-nn's AdamW.
+//! The lines marked `changed` are all that differs from the program for one process, whose optimizer was candle-nn's `AdamW`.
 //! Layers, forward, loss and backward are untouched. With candle-nn the `Var`s come from `varmap.data()`.
 
 use std::collections::HashMap;
