@@ -89,7 +89,7 @@ impl Net {
         let mut model = Model::new();
         let chunk = model.chunk();
         let mut units = Vec::new();
-        let options = ParamOptions { grad_dtype: DType::Bf16, ..ParamOptions::default() };
+        let options = ParamOptions { grad_dtype: Some(DType::Bf16), ..ParamOptions::default() };
         for i in 0..buckets {
             let unit = model.unit(chunk, format!("unit {i}"))?;
             let param = model.param_with(unit, format!("p{i}"), &[NUMEL], DType::Bf16, options.clone())?;

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::actors::{Average, FirstGather, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
 pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
@@ -71,6 +71,7 @@ pub struct Config {
     pub(crate) credits_bytes: Option<u64>,
     pub(crate) first_gather: FirstGather,
     pub(crate) overlap_grad_reduce: bool,
+    pub(crate) grad_dtype: DType,
     pub(crate) bucket_size: Option<usize>,
     pub(crate) num_buckets: Option<usize>,
     pub(crate) bandwidth_alignment: bool,
@@ -112,6 +113,7 @@ impl Default for Config {
             credits_bytes: None,
             first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
+            grad_dtype: DType::F32,
             bucket_size: None,
             num_buckets: None,
             bandwidth_alignment: false,
@@ -211,10 +213,12 @@ pub enum ConfigError {
         reason: String,
     },
     /// `f16` gradients underflow without a loss scale (SPEC T6).
-    #[error("parameter `{param}` is f16, which needs a loss scaler: set `scaler = \"dynamic\"` or use bf16")]
+    #[error("parameter `{param}` {what}, which needs a loss scaler: set `scaler = \"dynamic\"` or use bf16")]
     F16WithoutScaler {
         /// The first such parameter.
         param: String,
+        /// `is f16` or `has f16 gradients`.
+        what: &'static str,
     },
     /// The job is of another size than the configuration says.
     #[error(

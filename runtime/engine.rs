@@ -255,6 +255,22 @@ impl Engine {
         Ok(())
     }
 
+    /// Begins the gathers that a unit needs, and those before them in gather order, on all ranks; waits for nothing. For an
+    /// executor that knows early where forward goes next: entering the unit later then waits less, or not at all. It counts as
+    /// demand, so credits (overlap window) reach beyond it, and in overlap chain it lets several gathers run at once. Nothing
+    /// happens where the parameters are there already.
+    ///
+    /// # Errors
+    /// An unknown unit, a closed engine, or the first cause of a fatal failure.
+    pub fn prefetch(&self, unit: UnitId) -> Result<(), Error> {
+        self.shared.check_open()?;
+        if unit.index() >= self.shared.model.units.len() {
+            let message = format!("there is no unit {}: use the ids that registration returned", unit.0);
+            return Err(Error::misuse(message).on_rank(self.rank()));
+        }
+        Ok(self.shared.session.prefetch(unit)?)
+    }
+
     /// Reads a parameter at any time: waits until it is there.
     ///
     /// # Errors

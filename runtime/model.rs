@@ -10,7 +10,7 @@ use std::collections::{HashMap, HashSet};
 use crate::actors::{
     Alignment, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId, UnitSpec,
 };
-use crate::config::Config;
+use crate::config::{Config, ConfigError};
 use crate::error::Error;
 
 /// Names a model chunk (a virtual pipeline stage), in forward order.
@@ -54,8 +54,8 @@ pub struct ParamOptions {
     pub group: GroupId,
     /// `false` freezes it: it gets no gradient, no optimizer state, no collective.
     pub trainable: bool,
-    /// Element type of its gradient.
-    pub grad_dtype: DType,
+    /// Element type of its gradient; `None` takes the configuration's `grad_dtype`.
+    pub grad_dtype: Option<DType>,
     /// Each model-parallel rank holds another part of it, so each counts in the norm.
     pub tensor_parallel: bool,
     /// Copies of one weight carry the same name here.
@@ -69,7 +69,7 @@ impl Default for ParamOptions {
         Self {
             group: GroupId::DEFAULT,
             trainable: true,
-            grad_dtype: DType::F32,
+            grad_dtype: None,
             tensor_parallel: false,
             shared: None,
             shared_embedding: false,
@@ -95,6 +95,13 @@ pub struct ParamInfo {
     /// The rest.
     pub options: ParamOptions,
     pub(crate) units: Vec<UnitId>,
+}
+
+impl ParamInfo {
+    /// Element type of its gradient. What an engine tells of its parameters has the configuration in it already.
+    pub fn grad_dtype(&self) -> DType {
+        self.options.grad_dtype.unwrap_or(DType::F32)
+    }
 }
 
 /// A unit as it was registered.
@@ -294,7 +301,7 @@ impl Model {
         Ok(UnitId::from_index(self.units.len() - 1))
     }
 
-    /// A trainable parameter of the default group with f32 gradients.
+    /// A trainable parameter of the default group, with gradients of the configuration's `grad_dtype` (f32 by default).
     ///
     /// # Errors
     /// [`ModelError`]: an unknown unit, a name registered twice, an impossible shape.
@@ -376,7 +383,12 @@ impl Model {
     /// # Errors
     /// An [`Error`] that names what the configuration or the plan refuses.
     pub fn plan(&self, ranks: usize, config: &Config) -> Result<Plan, Error> {
-        config.validate_for(ranks, self.f16_params())?;
+        let own = |p: &ParamInfo| p.options.grad_dtype.is_some() || !p.options.trainable;
+        if config.is_explicit("grad_dtype") && self.params.iter().all(own) {
+            let reason = "every trainable parameter names a gradient dtype of its own".to_owned();
+            return Err(ConfigError::Dead { key: "grad_dtype", reason }.into());
+        }
+        config.validate_for(ranks, self.f16_params(config))?;
         Ok(Plan::new(&self.plan_input(ranks, config)).map_err(ModelError::from)?)
     }
 
@@ -389,7 +401,7 @@ impl Model {
             name: p.name.clone(),
             shape: p.shape.clone(),
             dtype: p.dtype,
-            grad_dtype: p.options.grad_dtype,
+            grad_dtype: p.options.grad_dtype.unwrap_or(config.grad_dtype),
             group: p.options.group.0 as usize,
             trainable: p.options.trainable,
             shared_embedding: p.options.shared_embedding,
@@ -409,8 +421,24 @@ impl Model {
         }
     }
 
-    fn f16_params(&self) -> impl Iterator<Item = &str> {
-        self.params.iter().filter(|p| p.dtype == DType::F16 && p.options.trainable).map(|p| p.name.as_str())
+    /// The trainable parameters that are f16, or whose gradients are.
+    fn f16_params(&self, config: &Config) -> impl Iterator<Item = (&str, &'static str)> {
+        let default = config.grad_dtype;
+        self.params.iter().filter(|p| p.options.trainable).filter_map(move |p| {
+            let gradient = p.options.grad_dtype.unwrap_or(default);
+            match (p.dtype, gradient) {
+                (DType::F16, _) => Some((p.name.as_str(), "is f16")),
+                (_, DType::F16) => Some((p.name.as_str(), "has f16 gradients")),
+                _ => None,
+            }
+        })
+    }
+
+    /// Takes from the configuration what parameters left to it.
+    pub(crate) fn settle(&mut self, config: &Config) {
+        for param in &mut self.params {
+            param.options.grad_dtype.get_or_insert(config.grad_dtype);
+        }
     }
 
     fn unit_info(&self, unit: UnitId) -> Result<&UnitInfo, ModelError> {

@@ -86,6 +86,14 @@ impl OwnedPass {
         Ok(self.shared.upgrade().ok_or_else(Error::closed)?.param(param)?.dtype)
     }
 
+    /// The element type of a parameter's gradient.
+    ///
+    /// # Errors
+    /// An engine that is gone, or an unknown id.
+    pub fn grad_dtype(&self, param: ParamId) -> Result<DType, Error> {
+        Ok(self.shared.upgrade().ok_or_else(Error::closed)?.param(param)?.grad_dtype())
+    }
+
     /// A parameter as it was registered.
     ///
     /// # Errors

@@ -169,7 +169,7 @@ impl Shared {
         let Some(range) = self.grad_ranges[param.index()] else {
             return Err(Error::misuse("a frozen parameter has no gradient").on_rank(self.rank).of_parameter(name()));
         };
-        self.check_dtype::<T>(info, "gradient", info.options.grad_dtype)?;
+        self.check_dtype::<T>(info, "gradient", info.grad_dtype())?;
         let first = self.gradients.begin(param).map_err(|refused| {
             Error::misuse(match refused {
                 Refused::GuardAlive => "a gradient guard of it is alive: complete it before asking for another",

@@ -17,7 +17,8 @@ fn net() -> Net {
     net.chunk();
     for index in 0..4 {
         net.unit(&format!("layer {index}"));
-        let options = ParamOptions { grad_dtype: DType::F16, group: GroupId(index % 2), ..ParamOptions::default() };
+        let options =
+            ParamOptions { grad_dtype: Some(DType::F16), group: GroupId(index % 2), ..ParamOptions::default() };
         net.param(&format!("layer {index}.weight"), 100 + index as usize, DType::F16, options);
         net.param(&format!("layer {index}.bias"), 30, DType::F32, ParamOptions::default());
     }

@@ -35,6 +35,7 @@ fn ids_dtypes_and_units_that_do_not_fit_are_named() {
     misuse(pass.enter(UnitId(99)), "no unit 99");
     misuse(engine.pass(ChunkId(2), 0, true, Mode::Train), "no chunk 2");
     misuse(engine.read::<f32>(ParamId(99)), "no parameter 99");
+    misuse(engine.prefetch(UnitId(99)), "no unit 99");
     misuse(engine.read::<bf16>(small.tied), "`tied`: the parameter is f32, but was asked for as bf16");
     let first = pass.enter(small.first).unwrap();
     misuse(first.read::<bf16>(small.own), "`own`: unit `first` was not registered with it");
@@ -136,6 +137,7 @@ fn a_closed_or_dropped_engine_says_so() {
     closed(engine.step().unwrap_err());
     closed(engine.read::<f32>(small.tied).unwrap_err());
     closed(engine.zero_grad().unwrap_err());
+    closed(engine.prefetch(small.first).unwrap_err());
     closed(engine.ensure_params_ready().unwrap_err());
     closed(engine.params_hash().unwrap_err());
     closed(owned.enter(small.first).unwrap_err());

@@ -90,7 +90,11 @@ fn a_seed_gives_the_same_bits_again_in_every_overlap_mode() {
 
 #[test]
 fn every_dtype_and_number_of_ranks_and_microbatches_trains() {
+    let bf16_gradients = file("bf16.toml", b"grad_dtype = \"bf16\"");
+    let f16_gradients = file("f16.toml", b"grad_dtype = \"f16\"\nscaler = { kind = \"dynamic\", initial = 256 }");
     for (name, flags) in [
+        ("bf16 gradients", &["--config", &bf16_gradients, "--accumulate", "2"][..]),
+        ("f16 gradients", &["--config", &f16_gradients, "--dtype", "f16"]),
         ("f16", &["--dtype", "f16", "--accumulate", "2"][..]),
         ("f32", &["--dtype", "f32", "--ranks", "3"]),
         ("alone", &["--ranks", "1", "--vocab", "300"]),

@@ -68,7 +68,8 @@ pub enum PreHookMsg {
         /// A prefix of the gather order.
         demanded: u32,
     },
-    /// Executor: a future is pending on the first `demanded` gathers of `version`. Nobody waits on the ones before it.
+    /// Executor: a future is pending on the first `demanded` gathers of `version`, or they are prefetched in mode chain. Nobody
+    /// waits on the ones before it.
     Awaited {
         /// Which version.
         version: u64,

@@ -53,7 +53,7 @@ struct PlanArgs {
 
 const MODEL_HELP: &str = "\
 A model description lists units in forward order, each with the parameters it registers (dtype f32, bf16 or f16; optional:
-trainable, shared, shared_embedding) and, under `uses`, those of earlier units that it uses too:
+grad_dtype, trainable, shared, shared_embedding) and, under `uses`, those of earlier units that it uses too:
 
   [[chunk]]
   [[chunk.unit]]

@@ -12,9 +12,9 @@ use half::{bf16, f16};
 
 use super::error::lift;
 use super::simd::simd;
-use crate::actors::{DType, ParamId, UnitId};
+use crate::actors::{DType, Element, ParamId, UnitId};
 use crate::error::Error;
-use crate::guard::WriteMode;
+use crate::guard::{OwnedGrad, WriteMode};
 use crate::owned::OwnedPass;
 use crate::pass::Mode;
 
@@ -41,7 +41,7 @@ pub(super) trait ParamAccess: Debug + Send + Sync {
     fn describe(&self, param: ParamId) -> Result<(Vec<usize>, bool), Error>;
     /// Lends the elements.
     fn read(&self, param: ParamId, reader: &mut dyn FnMut(Values<'_>)) -> Result<(), Error>;
-    /// Lends the f32 gradient for one write.
+    /// Lends the gradient for one write, as f32: in place, or widened and rounded again where its dtype is a narrower one.
     fn grad(&self, param: ParamId, writer: &mut dyn FnMut(WriteMode, &mut [f32])) -> Result<(), Error>;
 }
 
@@ -73,11 +73,32 @@ impl ParamAccess for OwnedPass {
     }
 
     fn grad(&self, param: ParamId, writer: &mut dyn FnMut(WriteMode, &mut [f32])) -> Result<(), Error> {
-        let mut grad = self.grad::<f32>(param)?;
-        writer(grad.mode(), &mut grad);
-        grad.complete();
+        match self.grad_dtype(param)? {
+            DType::Bf16 => through_f32(self.grad::<bf16>(param)?, writer),
+            DType::F16 => through_f32(self.grad::<f16>(param)?, writer),
+            _ => {
+                let mut grad = self.grad::<f32>(param)?;
+                writer(grad.mode(), &mut grad);
+                grad.complete();
+            }
+        }
         Ok(())
     }
+}
+
+/// One write of a 16-bit gradient by an f32 writer.
+fn through_f32<T: Element>(mut grad: OwnedGrad<T>, writer: &mut dyn FnMut(WriteMode, &mut [f32])) {
+    thread_local! {
+        static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    }
+    // Taken out, not borrowed: a writer that panics leaves the next one an empty vector.
+    let mut wide = SCRATCH.take();
+    wide.clear();
+    wide.extend(grad.iter().map(|g| g.to_f32()));
+    writer(grad.mode(), &mut wide);
+    grad.iter_mut().zip(&wide).for_each(|(g, w)| *g = T::from_f32(*w));
+    grad.complete();
+    SCRATCH.set(wide);
 }
 
 /// A parameter as an operation keeps it.

@@ -48,7 +48,7 @@ impl Config {
     pub(crate) fn validate_for<'a>(
         &self,
         ranks: usize,
-        mut f16_params: impl Iterator<Item = &'a str>,
+        mut f16_params: impl Iterator<Item = (&'a str, &'static str)>,
     ) -> Result<(), ConfigError> {
         self.validate()?;
         if let Some(configured) = self.ranks.filter(|r| *r != ranks) {
@@ -58,8 +58,8 @@ impl Config {
             return Err(ConfigError::Dead { key: "emulate", reason: "one rank has no link".into() });
         }
         match f16_params.next() {
-            Some(param) if self.scaler == ScalerKind::None => {
-                Err(ConfigError::F16WithoutScaler { param: param.to_owned() })
+            Some((param, what)) if self.scaler == ScalerKind::None => {
+                Err(ConfigError::F16WithoutScaler { param: param.to_owned(), what })
             }
             _ => Ok(()),
         }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use toml::Value;
 
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, FirstGather, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
 
 /// One configuration key.
 #[derive(Clone, Copy, Debug)]
@@ -117,6 +117,14 @@ pub const KEYS: &[Key] = &[
         default: "true",
         help: "reduce a bucket as soon as its gradients are complete, or all of them in step",
         set: |c, v| put(&mut c.overlap_grad_reduce, v.as_bool()),
+    },
+    Key {
+        name: "grad_dtype",
+        values: "\"f32\", \"bf16\" or \"f16\"",
+        default: "\"f32\"",
+        help: "element type of gradients, in memory and on the wire, of parameters that do not set their own: f32 or the \
+               parameter's own type, any for f32 parameters; sums over ranks are f32",
+        set: |c, v| put(&mut c.grad_dtype, DType::parse(v.as_str()?)),
     },
     Key {
         name: "bucket_size",

@@ -80,13 +80,14 @@ impl Engine {
     #[doc(hidden)]
     pub fn with_internals(
         rank: Rank,
-        model: Model,
+        mut model: Model,
         config: Config,
         internals: Internals,
         mut init: impl FnMut(&ParamInfo, ParamMut<'_>),
     ) -> Result<Self, Error> {
         let ranks = rank.ranks();
         let plan = Arc::new(model.plan(ranks, &config)?);
+        model.settle(&config);
         if config.is_explicit("emulate") && config.link() != rank.link {
             return Err(ConfigError::LinkDiffers.into());
         }

@@ -34,6 +34,8 @@ struct Param {
     name: String,
     shape: Vec<usize>,
     dtype: String,
+    #[serde(default)]
+    grad_dtype: Option<String>,
     #[serde(default = "yes")]
     trainable: bool,
     #[serde(default)]
@@ -75,10 +77,14 @@ impl Model {
             for unit in chunk.unit {
                 let unit_id = model.unit(id, unit.name)?;
                 for param in unit.params {
-                    let Some(dtype) = DType::parse(&param.dtype) else {
-                        return Err(ModelError::UnsupportedDType { name: param.name, dtype: param.dtype });
+                    let parse = |dtype: &String| {
+                        let unsupported =
+                            || ModelError::UnsupportedDType { name: param.name.clone(), dtype: dtype.clone() };
+                        DType::parse(dtype).ok_or_else(unsupported)
                     };
+                    let dtype = parse(&param.dtype)?;
                     let options = super::ParamOptions {
+                        grad_dtype: param.grad_dtype.as_ref().map(parse).transpose()?,
                         trainable: param.trainable,
                         shared: param.shared,
                         shared_embedding: param.shared_embedding,

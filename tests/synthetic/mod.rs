@@ -18,7 +18,7 @@ mod trainer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Credits, FirstGather, Link, Overlap, ScalerKind};
+use gatherflow::{Config, Credits, DType, FirstGather, Link, Overlap, ScalerKind};
 
 pub use net::Net;
 use trainer::Finished;
@@ -40,6 +40,8 @@ pub struct Job<'a> {
     pub overflow: fn(u64, usize) -> bool,
     pub scaler: Option<Scaler>,
     pub adam_w: bool,
+    /// Of the parameters that have none of their own.
+    pub grad_dtype: DType,
     pub bucket_size: usize,
     /// Learning rate of the groups that have none of their own.
     pub lr: f64,
@@ -105,6 +107,7 @@ impl<'a> Job<'a> {
             overflow: |_, _| false,
             scaler: None,
             adam_w: true,
+            grad_dtype: DType::F32,
             bucket_size: 128,
             lr: 0.02,
         }
@@ -124,6 +127,10 @@ impl<'a> Job<'a> {
             .overlap_grad_reduce(setting.overlap_grad_reduce)
             .steps_in_flight(setting.steps_in_flight);
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
+        let config = match self.grad_dtype {
+            DType::F32 => config,
+            dtype => config.grad_dtype(dtype),
+        };
         let config = match setting.overlap {
             Overlap::None => config,
             _ => config.first_gather(setting.first_gather),
@@ -230,7 +237,7 @@ fn serial_rank(job: &Job<'_>, weights: &[Weight], step: u64, rank: usize, scale:
                 let values = &weights[param.index()].param;
                 let at = At { rank, step, microbatch, visit };
                 let new = net.gradient(at, param, values, scale, std::mem::take(&mut overflows));
-                let dtype = net.params()[param.index()].options.grad_dtype;
+                let dtype = net.params()[param.index()].options.grad_dtype.unwrap_or(job.grad_dtype);
                 let sum = &mut sums[param.index()];
                 let before = sum.take().or_else(|| net.is_sparse(param).then(|| vec![0.0; new.len()]));
                 *sum = Some(match before {

@@ -67,8 +67,8 @@ impl Net {
         net.param("a.scale", 9, DType::F32, ParamOptions { trainable: false, ..in_group(0) });
         net.unit("block b");
         net.param("b.weight", 130, half, in_group(2));
-        net.param("b.narrow", 90, DType::Bf16, ParamOptions { grad_dtype: DType::Bf16, ..in_group(1) });
-        net.param("b.half gradients", 65, half, ParamOptions { grad_dtype: half, ..in_group(0) });
+        net.param("b.narrow", 90, DType::Bf16, ParamOptions { grad_dtype: Some(DType::Bf16), ..in_group(1) });
+        net.param("b.half gradients", 65, half, ParamOptions { grad_dtype: Some(half), ..in_group(0) });
         net.unit("rare");
         net.param("rare.weight", 64, DType::F32, in_group(0));
         net.param("unused", 31, DType::F32, in_group(2));

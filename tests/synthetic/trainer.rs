@@ -134,11 +134,10 @@ impl<'a> Trainer<'a> {
 
     fn write(&self, back: &Back<'_>, param: ParamId, gradient: &[f32]) {
         let sparse = self.net().is_sparse(param);
-        match self.net().params()[param.index()].options.grad_dtype {
-            DType::Bf16 => write(back.grad::<bf16>(param).unwrap(), gradient),
-            DType::F16 => write(back.grad::<f16>(param).unwrap(), gradient),
-            _ if sparse => add_even(back.grad_zeroed::<f32>(param).unwrap(), gradient),
-            _ => write(back.grad::<f32>(param).unwrap(), gradient),
+        match self.engine.params()[param.index()].grad_dtype() {
+            DType::Bf16 => write::<bf16>(back, param, sparse, gradient),
+            DType::F16 => write::<f16>(back, param, sparse, gradient),
+            _ => write::<f32>(back, param, sparse, gradient),
         }
     }
 
@@ -241,7 +240,11 @@ fn widened<T: Element>(values: &[T]) -> Vec<f32> {
     values.iter().map(|x| x.to_f32()).collect()
 }
 
-fn write<T: Element>(mut guard: Grad<'_, T>, gradient: &[f32]) {
+fn write<T: Element>(back: &Back<'_>, param: ParamId, sparse: bool, gradient: &[f32]) {
+    if sparse {
+        return add_even(back.grad_zeroed::<T>(param).unwrap(), gradient);
+    }
+    let mut guard = back.grad::<T>(param).unwrap();
     let overwrite = guard.mode() == WriteMode::Overwrite;
     for (memory, g) in guard.iter_mut().zip(gradient) {
         *memory = T::from_f32(if overwrite { *g } else { memory.to_f32() + g });
@@ -249,9 +252,9 @@ fn write<T: Element>(mut guard: Grad<'_, T>, gradient: &[f32]) {
     guard.complete();
 }
 
-fn add_even(mut guard: Grad<'_, f32>, gradient: &[f32]) {
+fn add_even<T: Element>(mut guard: Grad<'_, T>, gradient: &[f32]) {
     assert_eq!(guard.mode(), WriteMode::Accumulate);
-    guard.iter_mut().zip(gradient).step_by(2).for_each(|(memory, g)| *memory += g);
+    guard.iter_mut().zip(gradient).step_by(2).for_each(|(memory, g)| *memory = T::from_f32(memory.to_f32() + g));
     guard.complete();
 }
 

@@ -96,6 +96,30 @@ impl Session {
         Poll::Pending
     }
 
+    /// Demands the gathers up to the unit's last bucket and waits for nothing. In mode window they start after what the
+    /// executor's stream has reached, in mode chain at once, not one by one.
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn prefetch(&self, unit: UnitId) -> Result<(), Cause> {
+        self.check()?;
+        self.progress();
+        let version = self.steps();
+        let face = &self.units[unit.0 as usize];
+        let there = |bucket: &BucketId| self.face.ready(*bucket).at(version).is_some_and(|event| event.is_done());
+        if self.config.overlap == Overlap::None || face.buckets.iter().all(there) {
+            return Ok(());
+        }
+        let demanded = face.demand;
+        self.hands.device.mark(self.executor(), Mark::Demanded { version, demanded });
+        self.face.raise_demand(version, demanded);
+        self.ask(version, demanded);
+        if self.config.overlap == Overlap::Chain {
+            self.post.post(Letter::PreHook(PreHookMsg::Awaited { version, demanded }));
+        }
+        Ok(())
+    }
+
     /// Demands and awaits all pending gathers (SPEC P4).
     ///
     /// # Errors
