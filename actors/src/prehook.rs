@@ -213,11 +213,7 @@ impl PreHook {
             self.let_go += 1;
             let bucket = self.order[next as usize];
             self.outstanding[bucket.index()] = true;
-            actions.push(Action::LetGo {
-                bucket,
-                version: self.version,
-                after_entry: by_entry && !forced && !free,
-            });
+            actions.push(Action::LetGo { bucket, version: self.version, after_entry: by_entry && !forced && !free });
         }
         let ahead = self.ahead_bytes(demanded);
         if ahead > self.peak_ahead_bytes && self.mode != Overlap::None {
