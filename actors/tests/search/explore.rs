@@ -6,13 +6,13 @@
 //!
 //! Reductions:
 //!
-//! - A turn that changes only its actor's own state and what that has enqueued, or tells that gradients are free, is taken
-//!   at once: it commutes with everything that may come before it. No deadlock and no broken rule is lost by that.
+//! - A turn that changes only its actor's own state and what that has enqueued, or tells that gradients are free, is
+//!   taken at once: it commutes with everything that may come before it. No deadlock and no broken rule is lost.
 //! - [`Interior::Settled`]: a rank's letters are delivered in the order in which they were posted, as soon as they are
 //!   there; only its executor, its verdicts and its peer's words come in any order. The other rank has every order. To
-//!   that one, a settled rank is a peer whose collectives and words come at any time, since its executor and its verdicts
-//!   may be as late as they like. What is lost is what a peer does **because** of an unusual order of its own letters,
-//!   while this one's are unusual too. Searching with either rank settled covers the interior of both.
+//!   that one, a settled rank is a peer whose collectives and words come at any time, since its executor and its
+//!   verdicts may be as late as they like. What is lost is what a peer does **because** of an unusual order of its own
+//!   letters, while this one's are unusual too. Searching with either rank settled covers the interior of both.
 //! - [`Interior::Every`] on both ranks loses nothing, and is done where the model is small enough.
 
 use std::collections::HashSet;
