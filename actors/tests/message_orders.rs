@@ -32,8 +32,8 @@ const BOTH: [Interior; 2] = [Interior::Every; 2];
 const FIRST: [Interior; 2] = [Interior::Every, Interior::Settled];
 const SECOND: [Interior; 2] = [Interior::Settled, Interior::Every];
 
-/// States searched at most; none of the searches here comes near.
-const LIMIT: usize = 4_000_000;
+/// States searched at most, so that a model that grew too large fails instead of filling the memory.
+const LIMIT: usize = 12_000_000;
 
 fn enter(units: &[usize]) -> Vec<Op> {
     units.iter().map(|unit| Op::Enter(*unit)).collect()
