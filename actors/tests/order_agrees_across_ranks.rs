@@ -46,6 +46,30 @@ fn digests_agree_in_every_mode_and_equal_the_plain_loops() {
     }
 }
 
+#[test]
+fn a_rank_without_overlap_is_not_held_up_by_a_peer_that_overlaps_and_waits_for_it() {
+    let eager = Scenario { overlap: Overlap::None, ..Scenario::plain() };
+    let held = Scenario { overlap: Overlap::Window, credits: 1, ..Scenario::plain() };
+    let plan = Arc::new(eager.plan());
+    let mut seats = Ranks::local(2, None).unwrap().into_iter();
+    let mut next = || seats.next().unwrap();
+    let (first, second) = (next(), next());
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let (plan, eager) = (&plan, &eager);
+        scope.spawn(move || {
+            let session = eager.start(first, plan, Driver::Actors, "cpu");
+            eager.step(&session, 0, &mut |_| {}).expect("all gathers, though the peer demands none");
+            tell.send(()).unwrap();
+            session.close().expect("close");
+        });
+        let session = held.start(second, plan, Driver::Actors, "cpu");
+        held.step(&session, 0, &mut |_| {}).expect("step");
+        told.recv().expect("the first rank's step");
+        session.close().expect("close");
+    });
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 

@@ -316,6 +316,8 @@ impl Session {
         self.post.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))));
         self.steps.store(step + 1, Ordering::Release);
         if self.config.overlap == Overlap::None {
+            // Peers may overlap, and hold gathers back (rule O4).
+            self.announce(step + 1, self.plan.gather_order().len() as u32);
             self.await_all(step + 1)?;
         }
         self.recorder.boundary(step, self.hands.device.as_ref());

@@ -1,8 +1,8 @@
 //! The executor as a script, and the waits of the session around it.
 //!
-//! It follows `session/executor.rs` call by call: what is posted, what is left in atomics, and where it blocks. A step ends
-//! where something was posted or left for others to see, or where it blocks; in between it only looks at what is
-//! published, and what is published never goes back.
+//! It follows `session/executor.rs` call by call: what is posted, what is left in atomics, and where it blocks. A
+//! step ends where something was posted or left for others to see, or where it blocks; in between it only looks at
+//! what is published, and what is published never goes back. One thread executes.
 
 use gatherflow_actors::Overlap;
 use gatherflow_actors::action::Letter;
@@ -55,10 +55,16 @@ enum Stage {
     Begin,
     /// The demand is left for the pre-hook to see.
     Raised,
+    /// In a chain: a wait ended, and that is left for the pre-hook to see.
+    WaitEnded,
     /// Waiting for the last of all buckets, which comes last.
     ForLast,
     /// It waits for buckets one after the other; `asking`: it has asked for this one; `asked`: for one before it.
-    Waiting { bucket: usize, asking: bool, asked: bool },
+    Waiting {
+        bucket: usize,
+        asking: bool,
+        asked: bool,
+    },
 }
 
 /// How a look at a bucket ends.
@@ -134,28 +140,22 @@ impl Rank {
                 self.executor.stage = Stage::Waiting { bucket: 0, asking: false, asked: false };
                 moved = true;
             }
-            Stage::ForLast | Stage::Waiting { .. } => {}
-        }
-        if setup.overlap == Overlap::Chain {
-            if self.executor.chain.0 < version {
-                self.executor.chain = (version, 0);
-            }
-            while self.executor.chain.0 == version && self.executor.chain.1 < demanded {
-                let position = self.executor.chain.1;
-                match self.look(position as usize, version, Some(position + 1), others)? {
-                    Look::Blocked => return Ok(moved),
-                    Look::Asked => return Ok(true),
-                    Look::Ready => {}
-                }
-                self.executor.chain.1 += 1;
+            Stage::WaitEnded => {
+                let waited = self.executor.chain.1;
                 self.executor.stage = Stage::Waiting { bucket: 0, asking: false, asked: false };
-                let waited = position + 1;
-                self.facts.waited = self.facts.waited.max((version, waited));
-                self.demanded(version, waited, 0, waited);
                 if self.take_wants_demand() {
                     self.post(Letter::PreHook(PreHookMsg::WaitEnded { version, waited }))?;
+                    return Ok(true);
                 }
-                return Ok(true);
+                moved = true;
+            }
+            Stage::ForLast | Stage::Waiting { .. } => {}
+        }
+        if setup.modes[self.me].0 == Overlap::Chain {
+            match self.follow_chain(version, demanded, others)? {
+                None => {}
+                Some(Look::Blocked) => return Ok(moved),
+                Some(Look::Asked | Look::Ready) => return Ok(true),
             }
         }
         while let Stage::Waiting { bucket, .. } = self.executor.stage {
@@ -169,11 +169,31 @@ impl Rank {
             self.executor.stage = Stage::Waiting { bucket: bucket + 1, asking: false, asked };
         }
         let asked = matches!(self.executor.stage, Stage::Waiting { asked: true, .. });
-        if !asked && setup.overlap == Overlap::Window && self.take_wants_demand() {
+        if !asked && setup.modes[self.me].0 == Overlap::Window && self.take_wants_demand() {
             self.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: false }))?;
         }
         self.executor.unit_seen[unit] = version + 1;
         Ok(self.done())
+    }
+
+    /// The next wait of a chain; `None` if this unit needs no more.
+    fn follow_chain(&mut self, version: u64, demanded: u32, others: u64) -> Result<Option<Look>, Violation> {
+        if self.executor.chain.0 < version {
+            self.executor.chain = (version, 0);
+        }
+        let position = self.executor.chain.1;
+        if position >= demanded {
+            return Ok(None);
+        }
+        let look = self.look(position as usize, version, Some(position + 1), others)?;
+        if matches!(look, Look::Ready) {
+            let waited = position + 1;
+            self.executor.chain.1 = waited;
+            self.facts.waited = self.facts.waited.max((version, waited));
+            self.demanded(version, waited, 0, waited);
+            self.executor.stage = Stage::WaitEnded;
+        }
+        Ok(Some(look))
     }
 
     fn take_wants_demand(&mut self) -> bool {
@@ -260,11 +280,20 @@ impl Rank {
         let start = StepStart { step, lrs, host, close, readers };
         self.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))))?;
         self.executor.steps += 1;
-        if setup.overlap == Overlap::None {
+        if setup.modes[self.me].0 == Overlap::None {
+            self.announce(step + 1);
             self.executor.stage = Stage::ForLast;
             return Ok(true);
         }
         Ok(self.done())
+    }
+
+    /// Tells the peers, past the actors, that all gathers are waited for.
+    fn announce(&mut self, version: u64) {
+        if self.setup.ranks() > 1 {
+            let demanded = self.setup.buckets() as u32;
+            self.said.push((None, ControlMsg::Demand { from: self.me, version, demanded }));
+        }
     }
 
     /// Waits for the last bucket to be published, then for each, without asking.
@@ -296,9 +325,7 @@ impl Rank {
         self.executor.closing = true;
         self.demanded(version, 0, total, 0);
         self.post(Letter::PreHook(PreHookMsg::Drain { version }))?;
-        if self.setup.ranks() > 1 {
-            self.said.push((None, ControlMsg::Demand { from: self.me, version, demanded: total }));
-        }
+        self.announce(version);
         self.executor.stage = Stage::ForLast;
         Ok(true)
     }

@@ -3,17 +3,18 @@
 //!
 //! | file | idea |
 //! | --- | --- |
-//! | `rank` | the machines of one rank, a FIFO mailbox for each, what is published, and the rules that every turn is held to |
-//! | `executor` | what a training program calls, as a script; a program counter over it that blocks where the session blocks |
+//! | `rank`, `turn` | one rank: its machines, a FIFO mailbox for each, what is published, and the rules |
+//! | `executor` | what a training program calls, as a script, which blocks where the session blocks |
+//! | `side`, `words` | what one rank can do in each of its states, and what is on its way to it |
 //! | `explore` | all message orders of two ranks, over hashed states |
 //! | `wander` | random orders of larger models |
 //!
 //! What may happen next is a choice among: a mailbox delivers its oldest letter, an executor takes its next step, the
-//! issuing thread issues, a verdict arrives, a rank hears the oldest word of a peer. Device work is symbolic: the number of
-//! an event is how many collectives **every** rank must have issued for it to be done, so a collective completes once
-//! all ranks issued it, a verdict arrives at any time after the small all-gather is complete, and an executor's wait ends
-//! only then. A turn is atomic, as it is under every driver; so is each look of the executor at what is published, but
-//! raising the demand and looking whether the pre-hook wants to hear of it are two steps.
+//! issuing thread issues, a verdict arrives, a rank hears the oldest word of a peer. Device work is symbolic: the
+//! number of an event is how many collectives **every** rank must have issued for it to be done, so a collective
+//! completes once all ranks issued it, a verdict arrives at any time after the small all-gather is complete, and an
+//! executor's wait ends only then. A turn is atomic, as it is under every driver; so is each look of the executor at
+//! what is published, but raising the demand and looking whether the pre-hook wants to hear of it are two steps.
 //!
 //! The supervisor has no mailbox here: it answers at once. A peer's word may be on its way for any time, so no order is
 //! lost by that.
@@ -22,7 +23,10 @@
 pub mod executor;
 pub mod explore;
 pub mod rank;
+pub mod side;
+pub mod turn;
 pub mod wander;
+pub mod words;
 
 use gatherflow_actors::Overlap;
 use gatherflow_actors::plan::BucketId;
@@ -36,8 +40,8 @@ pub struct Setup {
     pub members: Vec<u32>,
     /// Per unit, the positions of its buckets.
     pub units: Vec<Vec<usize>>,
-    pub overlap: Overlap,
-    pub credits: u32,
+    /// Per rank, how gathers overlap and with how many credits: it decides when, never which, so ranks may differ.
+    pub modes: Vec<(Overlap, u32)>,
     pub overlap_grad_reduce: bool,
     pub steps_in_flight: u64,
     pub steps: u64,

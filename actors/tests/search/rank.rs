@@ -1,11 +1,10 @@
 //! One rank: its machines, their mailboxes, what they publish, and the rules checked at every turn.
 
 use std::collections::VecDeque;
-use std::fmt::Write;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::rc::Rc;
 
-use gatherflow_actors::action::{Action, Letter, Machine, Op, Publication, WrongTransition};
+use gatherflow_actors::action::{Action, Letter, Publication, WrongTransition};
 use gatherflow_actors::bucket::{Bucket, BucketMsg};
 use gatherflow_actors::communicator::{Communicator, CommunicatorMsg};
 use gatherflow_actors::control::ControlMsg;
@@ -20,58 +19,8 @@ use gatherflow_kernels::verdict::StepReport;
 use gatherflow_kernels::{CollectiveKey, CollectiveKind, DType, Event};
 
 use super::executor::Executor;
+use super::turn::{Posted, Slot, Turn};
 use super::{Fault, Setup, Violation};
-
-/// A machine and the hash of its state, made when it is asked for.
-#[derive(Clone)]
-struct Slot<M> {
-    machine: Rc<M>,
-    hash: u64,
-}
-
-impl<M: Clone + std::fmt::Debug> Slot<M> {
-    fn new(machine: M) -> Self {
-        Self { machine: Rc::new(machine), hash: 0 }
-    }
-
-    fn machine(&mut self) -> &mut M {
-        self.hash = 0;
-        Rc::make_mut(&mut self.machine)
-    }
-
-    fn fingerprint(&mut self) -> u64 {
-        if self.hash == 0 {
-            self.hash = hash_of_debug(&self.machine) | 1;
-        }
-        self.hash
-    }
-}
-
-/// Hashes what `{:?}` writes: the whole state, without the types having to be hashable.
-pub fn hash_of_debug(value: &dyn std::fmt::Debug) -> u64 {
-    struct Sink(DefaultHasher);
-    impl Write for Sink {
-        fn write_str(&mut self, text: &str) -> std::fmt::Result {
-            self.0.write(text.as_bytes());
-            Ok(())
-        }
-    }
-    let mut sink = Sink(DefaultHasher::new());
-    let _ = write!(sink, "{value:?}");
-    sink.0.finish()
-}
-
-/// A letter in a mailbox, and its hash once it was asked for.
-struct Posted {
-    letter: Letter,
-    hash: std::cell::OnceCell<u64>,
-}
-
-impl Posted {
-    fn fingerprint(&self) -> u64 {
-        *self.hash.get_or_init(|| hash_of_debug(&self.letter))
-    }
-}
 
 /// What truly was demanded of a version, told by its causes and not by the pre-hook.
 #[derive(Clone, Copy, Debug, Default, Hash)]
@@ -101,54 +50,6 @@ pub struct Facts {
     held: Option<CollectiveKey>,
     /// The optimizer's stream: how many collectives its newest work is behind.
     stream: u64,
-}
-
-/// What a turn asked for, in order, with the feedback of enqueued work given back at once.
-struct Turn {
-    actions: Vec<Action>,
-    wants_demand: Option<bool>,
-    stream: u64,
-    demand: (u64, u32),
-    waited: (u64, u32),
-    on_thread: bool,
-}
-
-impl Turn {
-    /// As the hands of the runtime do it.
-    fn take<M: Machine>(&mut self, machine: &mut M, message: M::Msg) -> Result<(), WrongTransition> {
-        let mut next = Some(message);
-        let mut asked = Vec::new();
-        while let Some(message) = next.take() {
-            machine.on(message, &mut asked)?;
-            while !asked.is_empty() {
-                for action in std::mem::take(&mut asked) {
-                    let feedback = match &action {
-                        Action::Enqueue { op, after } => {
-                            let behind = after.iter().map(|(_, event)| event.id()).max().unwrap_or(0);
-                            let behind = if matches!(op, Op::ZeroGradients { .. }) {
-                                behind
-                            } else {
-                                self.stream = self.stream.max(behind);
-                                self.stream
-                            };
-                            M::enqueued(op.clone(), Event::done(behind))
-                        }
-                        Action::Issue { key, .. } if !self.on_thread => M::issued(*key, Event::done(key.seq + 1)),
-                        _ => None,
-                    };
-                    self.actions.push(action);
-                    if let Some(feedback) = feedback {
-                        machine.on(feedback, &mut asked)?;
-                    }
-                }
-            }
-            if let Some(wants) = machine.waits_for_demand() {
-                self.wants_demand = Some(wants);
-                next = machine.catch_up(self.demand, self.waited);
-            }
-        }
-        Ok(())
-    }
 }
 
 /// One rank of the model.
@@ -182,8 +83,9 @@ impl Rank {
             Slot::new(Bucket::new(BucketId::from_index(id), members, setup.overlap_grad_reduce, Event::done(0)))
         };
         let more = u32::from(setup.fault == Some((Fault::OneCreditMore, me)));
-        let credits = Credits { buckets: setup.credits.saturating_add(more), bytes: None };
-        let prehook = PreHook::new(order.clone(), vec![4; n], setup.overlap, credits, setup.ranks() > 1);
+        let (mode, credits) = setup.modes[me];
+        let credits = Credits { buckets: credits.saturating_add(more), bytes: None };
+        let prehook = PreHook::new(order.clone(), vec![4; n], mode, credits, setup.ranks() > 1);
         Self {
             setup: setup.clone(),
             me,
@@ -226,7 +128,9 @@ impl Rank {
         self.supervisor.fingerprint().hash(&mut hasher);
         for mailbox in &self.mail {
             mailbox.len().hash(&mut hasher);
-            mailbox.iter().for_each(|posted| posted.fingerprint().hash(&mut hasher));
+            for posted in mailbox {
+                posted.fingerprint().hash(&mut hasher);
+            }
         }
         self.facts.hash(&mut hasher);
         self.executor.hash(&mut hasher);
@@ -267,17 +171,15 @@ impl Rank {
         }
     }
 
-    /// Delivers the oldest letter of a mailbox. `true` if that commutes with everything else that may happen: it changed
-    /// nothing but its actor's own state and what that has enqueued, or told that gradients are free, for which an executor
-    /// waits without looking twice.
+    /// Delivers the oldest letter of a mailbox. `true` if that commutes with everything else that may happen: it
+    /// changed nothing but its actor's own state and what that has enqueued, or told that gradients are free, for
+    /// which an executor waits without looking twice.
     pub fn deliver(&mut self, mailbox: usize) -> Result<bool, Violation> {
         let Some(posted) = self.mail[mailbox].pop_front() else { return Ok(true) };
         let mut turn = self.turn();
         let mut wanted = false;
         let result = match &posted.letter {
-            Letter::Bucket(bucket, message) => {
-                turn.take(self.buckets[bucket.index()].machine(), message.clone())
-            }
+            Letter::Bucket(bucket, message) => turn.take(self.buckets[bucket.index()].machine(), message.clone()),
             Letter::PreHook(message) => {
                 wanted = self.facts.wants_demand;
                 turn.take(self.prehook.machine(), message.clone())
@@ -311,7 +213,7 @@ impl Rank {
     fn perform(&mut self, action: Action) -> Result<(), Violation> {
         match action {
             Action::Send(letter) => self.post(letter)?,
-            Action::Enqueue { .. } => {}
+            Action::Enqueue { .. } | Action::Publish(Publication::PeakAhead(_)) => {}
             Action::Issue { key, .. } if self.setup.issue_on_thread => self.facts.issuing.push_back(key),
             Action::Issue { key, .. } => self.issue(key)?,
             Action::WhenVerdict { event, step } => self.facts.judging = Some((step, event.id())),
@@ -325,7 +227,6 @@ impl Rank {
                 self.facts.free[position] = (version, event.id());
             }
             Action::Publish(Publication::Outcome(outcome)) => self.facts.finished = outcome.step + 1,
-            Action::Publish(Publication::PeakAhead(_)) => {}
             Action::Announce(ControlMsg::Demand { .. }) if self.planted(Fault::AnnouncementLost) => {}
             Action::Announce(message) => self.said.push((None, message)),
             Action::Tell { to, message } => self.said.push((Some(to), message)),
@@ -396,7 +297,7 @@ impl Rank {
     }
 
     fn put(&mut self, mailbox: usize, letter: Letter) {
-        self.mail[mailbox].push_back(Rc::new(Posted { letter, hash: std::cell::OnceCell::new() }));
+        self.mail[mailbox].push_back(Rc::new(Posted::new(letter)));
         self.posted.push_back(mailbox);
     }
 
@@ -410,10 +311,11 @@ impl Rank {
                 "the gather at position {position} of version {version} was let go, expected {expected:?}"
             )));
         }
-        let allowed = match self.setup.overlap {
+        let (mode, credits) = self.setup.modes[self.me];
+        let allowed = match mode {
             Overlap::None => true,
             Overlap::Chain => position <= truth.waited || position < truth.forced,
-            Overlap::Window => position < truth.entered.max(truth.forced).saturating_add(self.setup.credits),
+            Overlap::Window => position < truth.entered.max(truth.forced).saturating_add(credits),
         };
         if !allowed {
             return Err(Violation::CreditsExceeded(format!(

@@ -1,7 +1,7 @@
 //! Random orders of models of any size: a seeded scheduler over the same ranks.
 //!
-//! Some runs choose evenly; the others give each mailbox, executor and path between ranks a weight for the whole run, so
-//! that something stays very late all along.
+//! Some runs choose evenly; the others give each mailbox, executor and path between ranks a weight for the whole run,
+//! so that something stays very late all along.
 
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -26,19 +26,32 @@ pub fn wander(setup: Setup, seed: u64) -> Result<usize, Violation> {
     let weights: Vec<usize> = (0..n * (mailboxes + 3 + n)).map(|_| weight(&mut draw)).collect();
     let per_rank = mailboxes + 3 + n;
     let mut blocked = vec![false; n];
+    let mut issued = vec![0; n];
     let mut open = Vec::new();
     for taken in 0.. {
-        let issued: Vec<u64> = ranks.iter().map(|rank| rank.facts.issued.len() as u64).collect();
-        let others = |me: usize| (0..n).filter(|r| *r != me).map(|r| issued[r]).min().unwrap_or(u64::MAX);
         let signalled = ranks[0].executor.signalled;
         open.clear();
-        for (me, rank) in ranks.iter().enumerate() {
-            let base = me * per_rank;
-            open.extend((0..mailboxes).filter(|m| rank.has_mail(*m)).map(|m| base + m));
-            let judged = rank.facts.judging.is_some_and(|(_, behind)| behind <= others(me));
-            let rest = [!blocked[me] && !rank.is_finished(), judged, !rank.facts.issuing.is_empty()];
-            open.extend((0..3).filter(|i| rest[*i]).map(|i| base + mailboxes + i));
-            open.extend((0..n).filter(|from| !words[*from][me].is_empty()).map(|from| base + mailboxes + 3 + from));
+        for me in 0..n {
+            let (rank, base) = (&ranks[me], me * per_rank);
+            for mailbox in 0..mailboxes {
+                if rank.has_mail(mailbox) {
+                    open.push(base + mailbox);
+                }
+            }
+            if !blocked[me] && !rank.is_finished() {
+                open.push(base + mailboxes);
+            }
+            if rank.facts.judging.is_some_and(|(_, behind)| behind <= others(&issued, me)) {
+                open.push(base + mailboxes + 1);
+            }
+            if !rank.facts.issuing.is_empty() {
+                open.push(base + mailboxes + 2);
+            }
+            for (from, to) in words.iter().enumerate() {
+                if !to[me].is_empty() {
+                    open.push(base + mailboxes + 3 + from);
+                }
+            }
         }
         let total: usize = open.iter().map(|choice| weights[*choice]).sum();
         if total == 0 {
@@ -61,8 +74,8 @@ pub fn wander(setup: Setup, seed: u64) -> Result<usize, Violation> {
         let rank = &mut ranks[me];
         let moved = match what.checked_sub(mailboxes) {
             None => rank.deliver(what).map(|_| true)?,
-            Some(0) => rank.execute(others(me), signalled)?,
-            Some(1) => rank.judge(others(me))?,
+            Some(0) => rank.execute(others(&issued, me), signalled)?,
+            Some(1) => rank.judge(others(&issued, me))?,
             Some(2) => rank.issue_next()?,
             Some(from) => match words[from - 3][me].pop_front() {
                 Some(word) => rank.hear(word).map(|()| true)?,
@@ -70,16 +83,30 @@ pub fn wander(setup: Setup, seed: u64) -> Result<usize, Violation> {
             },
         };
         rank.forget_order();
+        issued[me] = rank.facts.issued.len() as u64;
         if moved {
             blocked.fill(false);
         } else {
             blocked[me] = true;
         }
         for (to, word) in std::mem::take(&mut rank.said) {
-            (0..n).filter(|r| *r != me && to.is_none_or(|to| to == *r)).for_each(|r| words[me][r].push_back(word.clone()));
+            (0..n)
+                .filter(|r| *r != me && to.is_none_or(|to| to == *r))
+                .for_each(|r| words[me][r].push_back(word.clone()));
         }
     }
     Ok(0)
+}
+
+/// How many collectives every other rank has issued.
+fn others(issued: &[u64], me: usize) -> u64 {
+    let mut least = u64::MAX;
+    for (rank, count) in issued.iter().enumerate() {
+        if rank != me {
+            least = least.min(*count);
+        }
+    }
+    least
 }
 
 /// Every rank issued what it must, and so all issued the same in the same order.
