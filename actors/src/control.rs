@@ -10,6 +10,8 @@ use std::time::{Duration, Instant};
 use gatherflow_kernels::{Cause, CollectiveKey, DeviceError, Failure, FailureKind, Link, LocalWorld, Place};
 use parking_lot::{Condvar, Mutex};
 
+use crate::busy::{Busy, Spell};
+
 /// What ranks tell each other.
 #[derive(Clone, Debug)]
 pub enum ControlMsg {
@@ -66,8 +68,36 @@ pub struct Board {
     pub left: AtomicBool,
     /// 1 + the first collective that it issued and, having left, will never finish; 0 while there is none.
     pub abandoned: AtomicU64,
+    /// What it has declared itself busy with.
+    spells: Mutex<Vec<Arc<Spell>>>,
+    /// When it last ceased to be busy, on the clock of [`gatherflow_kernels::clock`]; 0: never.
+    was_busy_ns: AtomicU64,
     /// A drill: it is dead, and says nothing more.
     vanished: AtomicBool,
+}
+
+impl Board {
+    /// What the rank is busy with: of several declarations the one with the latest limit, whether or not that has passed.
+    pub fn spell(&self) -> Option<Arc<Spell>> {
+        self.spells.lock().iter().max_by_key(|spell| spell.until_ns).cloned()
+    }
+
+    pub(crate) fn begin_spell(&self, spell: &Arc<Spell>) {
+        self.spells.lock().push(spell.clone());
+    }
+
+    pub(crate) fn end_spell(&self, spell: &Arc<Spell>, now_ns: u64) {
+        self.was_busy_ns.fetch_max(now_ns.min(spell.until_ns), Ordering::SeqCst);
+        self.progress.fetch_add(1, Ordering::Relaxed);
+        self.spells.lock().retain(|other| !Arc::ptr_eq(other, spell));
+    }
+
+    /// Whether the rank is busy within its limit, or was less than so long ago.
+    pub(crate) fn busy_within(&self, limit_ns: u64, now_ns: u64) -> bool {
+        let busy_ns = self.spell().map_or(0, |spell| now_ns.min(spell.until_ns));
+        let last_ns = busy_ns.max(self.was_busy_ns.load(Ordering::SeqCst));
+        last_ns > 0 && now_ns.saturating_sub(last_ns) <= limit_ns
+    }
 }
 
 /// Takes the messages of one rank.
@@ -200,6 +230,12 @@ impl Control {
     /// This rank's board.
     pub fn board(&self) -> &Board {
         &self.hub.boards[self.rank]
+    }
+
+    /// This rank is busy with something for at most so long, until what is returned is dropped: peers that wait for it warn
+    /// instead of failing.
+    pub fn busy(&self, reason: impl Into<String>, limit: Duration) -> Busy {
+        Busy::new(self.clone(), reason.into(), limit)
     }
 
     /// Everybody's boards, by rank.

@@ -176,7 +176,7 @@ fn start_actors(
             let directory = Arc::new(Directory::default());
             let post: Arc<dyn Post> = directory.clone();
             let issuer = Issuer::start(comm, hands, &post).map_err(device_error)?;
-            let actors = ActorThread::start(machines, hands, &directory, issuer, config.deadlines)?;
+            let actors = ActorThread::start(machines, hands, &directory, issuer, config)?;
             Ok((post, Some(actors)))
         }
     }
