@@ -5,6 +5,7 @@
 //! by `block_on`, so it is legal inside an async runtime. After a fatal failure every call returns the first cause.
 
 mod start;
+mod write;
 
 use std::cell::Cell;
 use std::marker::PhantomData;

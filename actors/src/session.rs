@@ -5,6 +5,7 @@
 //! when something fails. Entering a unit whose buckets are ready is a few atomic loads.
 
 mod executor;
+mod masters;
 mod start;
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

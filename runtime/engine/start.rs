@@ -149,7 +149,7 @@ impl Engine {
     }
 }
 
-fn param_memory(dtype: DType, lease: &mut Lease) -> Result<ParamMut<'_>, LeaseError> {
+pub(super) fn param_memory(dtype: DType, lease: &mut Lease) -> Result<ParamMut<'_>, LeaseError> {
     Ok(match dtype {
         DType::Bf16 => ParamMut::Bf16(lease.as_mut_slice()?),
         DType::F16 => ParamMut::F16(lease.as_mut_slice()?),

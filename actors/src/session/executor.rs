@@ -253,11 +253,11 @@ impl Session {
     }
 
     /// Why a wait ended: the first cause. One that only this thread has seen so far ends everything on every rank.
-    fn ended(&self, cause: &Cause) -> Cause {
+    pub(super) fn ended(&self, cause: &Cause) -> Cause {
         self.face.failed().cloned().unwrap_or_else(|| self.hands.fail(cause))
     }
 
-    fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
+    pub(super) fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
         let waited = self.hands.wait(self.hands.streams.executor, edge, event);
         // What the device says may be an effect.
         waited.map_err(|error| self.ended(&self.hands.failure(&error)))
