@@ -24,6 +24,9 @@
 //! }
 //! ```
 //!
+//! A program that has its own layers and `Var`s already takes the other road, [`VarOptimizer`]: a few changed lines instead
+//! of another forward, at the price of copies and of the overlap.
+//!
 //! # Rules
 //! - A unit begins with [`Forward::enter`] on its input. In backward the same place is where the unit is left: everything
 //!   derived from the tensor that `enter` returned is done by then.
@@ -52,9 +55,11 @@ mod simd;
 mod storage;
 #[cfg(test)]
 mod tests;
+mod vars;
 
 pub use attention::attention;
 pub use error::cause;
 pub use forward::Forward;
 pub use gelu::gelu;
 pub use loss::cross_entropy;
+pub use vars::VarOptimizer;

@@ -97,7 +97,7 @@ impl Error {
         self.with(|parts| parts.parameter = Some(name.into()))
     }
 
-    fn because(self, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
+    pub(crate) fn because(self, cause: impl std::error::Error + Send + Sync + 'static) -> Self {
         self.with(|parts| parts.cause = Some(Arc::new(cause)))
     }
 

@@ -104,7 +104,7 @@ pub enum Grads {
 }
 
 /// The state machine of one bucket.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Bucket {
     id: BucketId,
     members: u32,

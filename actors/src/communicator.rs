@@ -65,7 +65,7 @@ pub enum CommunicatorMsg {
 const HISTORY: usize = 4096;
 
 /// The state machine of the communicator.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Communicator {
     sequence: Sequence,
     /// Early requests, by bucket.

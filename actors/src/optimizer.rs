@@ -153,7 +153,7 @@ enum Phase {
 }
 
 /// The state machine of the optimizer.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Optimizer {
     groups: Vec<Group>,
     t: Vec<u64>,

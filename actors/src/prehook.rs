@@ -120,7 +120,7 @@ struct Demand {
 }
 
 /// The state machine of the pre-hook.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct PreHook {
     order: Vec<BucketId>,
     /// Bytes of the first i gathers.
@@ -142,8 +142,8 @@ pub struct PreHook {
     waited: u32,
     /// `(version, demanded)` of the newest announcement.
     announced: (u64, u32),
-    issued: u32,
-
+    /// By bucket: it was let go and has not said that its gather was issued.
+    outstanding: Vec<bool>,
     peak_ahead_bytes: u64,
 }
 
@@ -161,6 +161,7 @@ impl PreHook {
             bytes_before.push(bytes_before[bytes_before.len() - 1] + size);
         }
         Self {
+            outstanding: vec![false; order.len()],
             order,
             bytes_before,
             mode,
@@ -175,8 +176,6 @@ impl PreHook {
             early: BTreeMap::new(),
             waited: 0,
             announced: (0, 0),
-            issued: 0,
-
             peak_ahead_bytes: 0,
         }
     }
@@ -251,8 +250,10 @@ impl PreHook {
                 break;
             }
             self.let_go += 1;
+            let bucket = self.order[next as usize];
+            self.outstanding[bucket.index()] = true;
             actions.push(Action::LetGo {
-                bucket: self.order[next as usize],
+                bucket,
                 version: self.version,
                 after_entry: by_entry && !forced && !(free && self.first == FirstGather::Step),
             });
@@ -290,7 +291,6 @@ impl Machine for PreHook {
                 self.version = version;
                 self.open = updated;
                 self.let_go = 0;
-                self.issued = 0;
                 self.waited = 0;
                 self.demand = self.early.remove(&version).unwrap_or_default();
                 self.let_go(self.demand.entered > 0 || self.first == FirstGather::Forward, actions);
@@ -329,12 +329,11 @@ impl Machine for PreHook {
                     self.let_go(false, actions);
                 }
             }
+            // Gathers are issued in order, but each bucket tells of its own: what they say may come in any order.
             PreHookMsg::Gathered { version, bucket }
-                if version == self.version
-                    && self.issued < self.let_go
-                    && self.order[self.issued as usize] == bucket =>
+                if version == self.version && self.outstanding.get(bucket.index()) == Some(&true) =>
             {
-                self.issued += 1;
+                self.outstanding[bucket.index()] = false;
             }
             _ => return Err(self.wrong(&message)),
         }
@@ -587,7 +586,7 @@ mod tests {
         let mut p = prehook(Overlap::Window, 2, None);
         say(&mut p, finished(1));
         say(&mut p, gathered(1, 4));
-        // Out of order, of another version, not let go; a step that is finished twice, or before its gathers went.
+        // Twice, of another version, not let go; a step that is finished twice, or before its gathers went.
         for wrong in [gathered(1, 4), gathered(2, 3), gathered(1, 2), finished(1), finished(3), finished(2)] {
             let error = p.on(wrong.clone(), &mut Vec::new()).unwrap_err().to_string();
             assert!(error.contains("pre-hook actor") && error.contains("version 1, 2 of 5 let go"), "{error}");
@@ -595,6 +594,18 @@ mod tests {
         }
         say(&mut p, gathered(1, 3));
     }
+
+    #[test]
+    fn buckets_tell_of_their_gathers_in_any_order() {
+        let gathered = |bucket| PreHookMsg::Gathered { version: 1, bucket: BucketId(bucket) };
+        let mut p = prehook(Overlap::None, 1, None);
+        say(&mut p, finished(1));
+        for bucket in [3, 4, 0, 2, 1] {
+            say(&mut p, gathered(bucket));
+            assert!(p.on(gathered(bucket), &mut Vec::new()).is_err(), "twice");
+        }
+    }
+
     #[test]
     fn each_version_is_announced_for_itself_and_only_what_is_more() {
         let mut p = prehook(Overlap::Window, 1, None);

@@ -42,7 +42,7 @@ pub enum SupervisorMsg {
 }
 
 /// One own digest, kept until all peers have shown theirs.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Shown {
     step: u64,
     digest: u64,
@@ -51,7 +51,7 @@ struct Shown {
 }
 
 /// The state machine of the supervisor.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Supervisor {
     rank: usize,
     ranks: usize,

@@ -10,6 +10,22 @@ pub(super) fn lift(error: Error) -> CandleError {
     CandleError::WrappedContext { wrapped: Box::new(error), context }
 }
 
+/// The error of the engine inside an error of candle, or candle's own as a misuse with it as the source.
+pub(super) fn lower(error: CandleError) -> Error {
+    match cause(&error) {
+        Some(inner) => inner.clone(),
+        None => Error::misuse(error.to_string()).because(error),
+    }
+}
+
+/// Lets `?` carry errors of the engine through functions that return candle's [`candle_core::Result`]; [`cause`] finds
+/// them again.
+impl From<Error> for CandleError {
+    fn from(error: Error) -> Self {
+        lift(error)
+    }
+}
+
 /// The error of the engine inside an error of candle, if that is what stopped an operation.
 ///
 /// A caller that gets `Some` handles it like any other error of the engine (it may be fatal); `None` means that candle

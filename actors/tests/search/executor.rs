@@ -1,0 +1,305 @@
+//! The executor as a script, and the waits of the session around it.
+//!
+//! It follows `session/executor.rs` call by call: what is posted, what is left in atomics, and where it blocks. A step ends
+//! where something was posted or left for others to see, or where it blocks; in between it only looks at what is
+//! published, and what is published never goes back.
+
+use gatherflow_actors::Overlap;
+use gatherflow_actors::action::Letter;
+use gatherflow_actors::bucket::BucketMsg;
+use gatherflow_actors::control::ControlMsg;
+use gatherflow_actors::optimizer::{CloseBucket, OptimizerMsg, StepStart};
+use gatherflow_actors::plan::ParamId;
+use gatherflow_actors::prehook::PreHookMsg;
+use gatherflow_kernels::verdict::HostVerdict;
+use gatherflow_kernels::{CollectiveKind, Event};
+
+use super::rank::Rank;
+use super::{Setup, Violation};
+
+/// One call of a training program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// Enter a unit.
+    Enter(usize),
+    /// Write the gradient of one parameter of the bucket at this position, and report it complete.
+    Write(usize),
+    /// `step`. Parameters that were not written count as zero.
+    Step,
+    /// Tell the other ranks, past the engine, that this rank got here.
+    Signal,
+    /// Wait until rank 0 has signalled so often.
+    Await(u32),
+    /// Flush, and end.
+    Close,
+}
+
+/// Where an executor is, and what it remembers.
+#[derive(Clone, Debug, Hash)]
+pub struct Executor {
+    next: usize,
+    stage: Stage,
+    pub steps: u64,
+    /// Gradients reported in this step, by position.
+    reported: Vec<u32>,
+    /// 1 + the version for which it has waited.
+    unit_seen: Vec<u64>,
+    bucket_seen: Vec<u64>,
+    chain: (u64, u32),
+    pub signalled: u32,
+    closing: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Stage {
+    Begin,
+    /// The demand is left for the pre-hook to see.
+    Raised,
+    /// Waiting for the last of all buckets, which comes last.
+    ForLast,
+    /// It waits for buckets one after the other; `asking`: it has asked for this one; `asked`: for one before it.
+    Waiting { bucket: usize, asking: bool, asked: bool },
+}
+
+/// How a look at a bucket ends.
+enum Look {
+    Ready,
+    Asked,
+    Blocked,
+}
+
+impl Executor {
+    pub fn new(setup: &Setup) -> Self {
+        Self {
+            next: 0,
+            stage: Stage::Begin,
+            steps: 0,
+            reported: vec![0; setup.buckets()],
+            unit_seen: vec![0; setup.units.len()],
+            bucket_seen: vec![0; setup.buckets()],
+            chain: (0, 0),
+            signalled: 0,
+            closing: false,
+        }
+    }
+
+    /// It has begun to close: what it drains then is its own doing.
+    pub fn is_closing(&self) -> bool {
+        self.closing
+    }
+}
+
+impl Rank {
+    pub fn is_finished(&self) -> bool {
+        self.executor.next == self.setup.scripts[self.me].len()
+    }
+
+    /// The executor's next step. `false` if it is blocked or finished; nothing has changed then. `others`: how many
+    /// collectives every other rank has issued; `signalled`: how often rank 0 has signalled.
+    pub fn execute(&mut self, others: u64, signalled: u32) -> Result<bool, Violation> {
+        let setup = self.setup.clone();
+        let Some(op) = setup.scripts[self.me].get(self.executor.next) else { return Ok(false) };
+        match op {
+            Op::Enter(unit) => self.enter(*unit, others),
+            Op::Write(position) => self.write(*position),
+            Op::Step => self.step(others),
+            Op::Signal => {
+                self.executor.signalled += 1;
+                Ok(self.done())
+            }
+            Op::Await(count) => Ok(signalled >= *count && self.done()),
+            Op::Close => self.close(others),
+        }
+    }
+
+    fn done(&mut self) -> bool {
+        self.executor.next += 1;
+        self.executor.stage = Stage::Begin;
+        true
+    }
+
+    fn enter(&mut self, unit: usize, others: u64) -> Result<bool, Violation> {
+        let (setup, version) = (self.setup.clone(), self.executor.steps);
+        let demanded = setup.demand(unit);
+        let mut moved = false;
+        match self.executor.stage {
+            Stage::Begin if self.executor.unit_seen[unit] > version => return Ok(self.done()),
+            Stage::Begin => {
+                self.facts.demand = self.facts.demand.max((version, demanded));
+                self.demanded(version, demanded, 0, 0);
+                self.executor.stage = Stage::Raised;
+                return Ok(true);
+            }
+            Stage::Raised => {
+                self.executor.stage = Stage::Waiting { bucket: 0, asking: false, asked: false };
+                moved = true;
+            }
+            Stage::ForLast | Stage::Waiting { .. } => {}
+        }
+        if setup.overlap == Overlap::Chain {
+            if self.executor.chain.0 < version {
+                self.executor.chain = (version, 0);
+            }
+            while self.executor.chain.0 == version && self.executor.chain.1 < demanded {
+                let position = self.executor.chain.1;
+                match self.look(position as usize, version, Some(position + 1), others)? {
+                    Look::Blocked => return Ok(moved),
+                    Look::Asked => return Ok(true),
+                    Look::Ready => {}
+                }
+                self.executor.chain.1 += 1;
+                self.executor.stage = Stage::Waiting { bucket: 0, asking: false, asked: false };
+                let waited = position + 1;
+                self.facts.waited = self.facts.waited.max((version, waited));
+                self.demanded(version, waited, 0, waited);
+                if self.take_wants_demand() {
+                    self.post(Letter::PreHook(PreHookMsg::WaitEnded { version, waited }))?;
+                }
+                return Ok(true);
+            }
+        }
+        while let Stage::Waiting { bucket, .. } = self.executor.stage {
+            let Some(&position) = setup.units[unit].get(bucket) else { break };
+            match self.look(position, version, Some(demanded), others)? {
+                Look::Blocked => return Ok(moved),
+                Look::Asked => return Ok(true),
+                Look::Ready => moved = true,
+            }
+            let asked = matches!(self.executor.stage, Stage::Waiting { asking, asked, .. } if asking || asked);
+            self.executor.stage = Stage::Waiting { bucket: bucket + 1, asking: false, asked };
+        }
+        let asked = matches!(self.executor.stage, Stage::Waiting { asked: true, .. });
+        if !asked && setup.overlap == Overlap::Window && self.take_wants_demand() {
+            self.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: false }))?;
+        }
+        self.executor.unit_seen[unit] = version + 1;
+        Ok(self.done())
+    }
+
+    fn take_wants_demand(&mut self) -> bool {
+        std::mem::take(&mut self.facts.wants_demand)
+    }
+
+    /// Looks at a bucket and asks for it once if it must wait.
+    fn look(&mut self, position: usize, version: u64, ask: Option<u32>, others: u64) -> Result<Look, Violation> {
+        if self.executor.bucket_seen[position] > version {
+            return Ok(Look::Ready);
+        }
+        let (ready, behind) = self.facts.ready[position];
+        if ready >= version && behind <= others {
+            self.check_fresh(position, version, others)?;
+            self.executor.bucket_seen[position] = version + 1;
+            return Ok(Look::Ready);
+        }
+        match (ask, self.executor.stage) {
+            (Some(demanded), Stage::Waiting { bucket, asking: false, asked }) => {
+                self.executor.stage = Stage::Waiting { bucket, asking: true, asked };
+                if self.take_wants_demand() || self.setup.ranks() > 1 {
+                    self.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: true }))?;
+                }
+                Ok(Look::Asked)
+            }
+            _ => Ok(Look::Blocked),
+        }
+    }
+
+    /// V2: what is read now has the bytes of `version`, told by what all ranks issued and not by what is published.
+    fn check_fresh(&self, position: usize, version: u64, others: u64) -> Result<(), Violation> {
+        let stale = |why: &str| {
+            let what = format!("rank {} reads position {position} at version {version}", self.me);
+            Err(Violation::StaleRead(format!("{what}: {why}")))
+        };
+        if version > self.facts.finished {
+            return stale("the verdict of the step before is not known");
+        }
+        // A skipped step keeps the bytes of the version before.
+        let Some(newest) = (1..=version).rev().find(|v| self.setup.updated(v - 1)) else { return Ok(()) };
+        let bucket = self.setup.bucket_at(position).0;
+        let gather = |k: &gatherflow_kernels::CollectiveKey| {
+            (k.kind, k.bucket, k.version) == (CollectiveKind::Gather, bucket, newest)
+        };
+        match self.facts.issued.iter().position(gather) {
+            None => stale("its gather was not issued"),
+            Some(index) if index as u64 >= others => stale("a peer has not issued its gather"),
+            Some(_) => Ok(()),
+        }
+    }
+
+    fn write(&mut self, position: usize) -> Result<bool, Violation> {
+        let step = self.executor.steps;
+        if self.facts.free[position].0 < step {
+            return Ok(false);
+        }
+        if self.facts.finished < step {
+            let what = format!("rank {} writes the gradients of position {position} in step {step}", self.me);
+            return Err(Violation::EarlyWrite(what));
+        }
+        self.executor.reported[position] += 1;
+        let message = BucketMsg::GradientComplete { step, event: Event::done(0) };
+        self.post(Letter::Bucket(self.setup.bucket_at(position), message))?;
+        Ok(self.done())
+    }
+
+    fn step(&mut self, others: u64) -> Result<bool, Violation> {
+        if self.executor.stage != Stage::Begin {
+            return self.await_all(others);
+        }
+        let (setup, step) = (self.setup.clone(), self.executor.steps);
+        if step - self.facts.finished.min(step) >= setup.steps_in_flight {
+            return Ok(false);
+        }
+        let mut close = Vec::new();
+        for position in (0..setup.buckets()).rev() {
+            let missing = setup.members[position] - std::mem::take(&mut self.executor.reported[position]);
+            if missing > 0 || !setup.overlap_grad_reduce {
+                let zero = (0..missing).map(ParamId).collect();
+                close.push(CloseBucket { bucket: setup.bucket_at(position), zero, writes: Vec::new() });
+            }
+        }
+        let (lrs, host, readers) = (Vec::new(), HostVerdict::default(), std::sync::Arc::from([]));
+        let start = StepStart { step, lrs, host, close, readers };
+        self.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))))?;
+        self.executor.steps += 1;
+        if setup.overlap == Overlap::None {
+            self.executor.stage = Stage::ForLast;
+            return Ok(true);
+        }
+        Ok(self.done())
+    }
+
+    /// Waits for the last bucket to be published, then for each, without asking.
+    fn await_all(&mut self, others: u64) -> Result<bool, Violation> {
+        let (version, n) = (self.executor.steps, self.setup.buckets());
+        let from = match self.executor.stage {
+            Stage::Waiting { bucket, .. } => bucket,
+            _ if self.facts.ready[n - 1].0 < version => return Ok(false),
+            _ => 0,
+        };
+        for position in from..n {
+            if matches!(self.look(position, version, None, others)?, Look::Blocked) {
+                let moved = position > from || self.executor.stage == Stage::ForLast;
+                self.executor.stage = Stage::Waiting { bucket: position, asking: false, asked: false };
+                return Ok(moved);
+            }
+        }
+        Ok(self.done())
+    }
+
+    fn close(&mut self, others: u64) -> Result<bool, Violation> {
+        let (version, total) = (self.executor.steps, self.setup.buckets() as u32);
+        if self.executor.stage != Stage::Begin {
+            return self.await_all(others);
+        }
+        if self.facts.finished < version {
+            return Ok(false);
+        }
+        self.executor.closing = true;
+        self.demanded(version, 0, total, 0);
+        self.post(Letter::PreHook(PreHookMsg::Drain { version }))?;
+        if self.setup.ranks() > 1 {
+            self.said.push((None, ControlMsg::Demand { from: self.me, version, demanded: total }));
+        }
+        self.executor.stage = Stage::ForLast;
+        Ok(true)
+    }
+}

@@ -1,0 +1,81 @@
+//! A plain candle program, data-parallel with few changed lines: a small network of `Var`s and candle's own operations.
+//!
+//! `cargo run --release --example candle_vars`
+//!
+//! Two ranks, threads of this process, train one network; each has `Var`s and data of its own, and all `Var`s hold the same
+//! values from the start on.
+//!
+//! The lines marked `changed` are all that differs from the program for one process, whose optimizer was candle-nn's `AdamW`.
+//! Layers, forward, loss and backward are untouched. With candle-nn the `Var`s come from `varmap.data()`.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Result, Tensor, Var};
+use gatherflow::{Config, Rank, Ranks, candle::VarOptimizer}; // changed
+
+const INPUTS: usize = 8;
+const HIDDEN: usize = 128;
+const ROWS: usize = 64;
+const STEPS: usize = 300;
+
+struct Linear {
+    weight: Var,
+    bias: Var,
+}
+
+impl Linear {
+    fn new(vars: &mut HashMap<String, Var>, name: &str, inputs: usize, outputs: usize) -> Result<Self> {
+        let scale = 1.0 / (inputs as f32).sqrt();
+        let weight = Var::rand(-scale, scale, (outputs, inputs), &Device::Cpu)?;
+        let bias = Var::zeros(outputs, DType::F32, &Device::Cpu)?;
+        vars.insert(format!("{name}.weight"), weight.clone());
+        vars.insert(format!("{name}.bias"), bias.clone());
+        Ok(Self { weight, bias })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        x.matmul(&self.weight.t()?)?.broadcast_add(&self.bias)
+    }
+}
+
+/// Inputs and the sine of their sum.
+fn batch(number: usize) -> Result<(Tensor, Tensor)> {
+    let value = |i: usize| ((number * ROWS * INPUTS + i) as f32 * 0.618_034).fract() * 2.0 - 1.0;
+    let x = Tensor::from_vec((0..ROWS * INPUTS).map(value).collect(), (ROWS, INPUTS), &Device::Cpu)?;
+    let y = x.sum_keepdim(1)?.sin()?;
+    Ok((x, y))
+}
+
+/// Last loss, and a figure that is equal on all ranks if their parameters are.
+// changed: it takes its rank
+fn train(rank: Rank) -> Result<(f32, f32)> {
+    let (number, ranks) = (rank.rank(), rank.ranks()); // changed
+    let mut vars = HashMap::new();
+    let first = Linear::new(&mut vars, "first", INPUTS, HIDDEN)?;
+    let second = Linear::new(&mut vars, "second", HIDDEN, HIDDEN)?;
+    let last = Linear::new(&mut vars, "last", HIDDEN, 1)?;
+    let mut optimizer = VarOptimizer::new(rank, vars, Config::new().lr(3e-3))?; // changed
+    let mut loss_last = 0.0;
+    for step in 0..STEPS {
+        let (x, y) = batch(step * ranks + number)?; // changed
+        let x = first.forward(&x)?.tanh()?;
+        let x = second.forward(&x)?.tanh()?;
+        let loss = (last.forward(&x)? - y)?.sqr()?.mean_all()?;
+        optimizer.backward_step(&loss)?;
+        loss_last = loss.to_scalar()?;
+        if step % 50 == 0 {
+            println!("step {step:4}  loss {loss_last:.4}");
+        }
+    }
+    optimizer.close()?; // changed
+    Ok((loss_last, second.weight.sqr()?.sum_all()?.to_scalar()?))
+}
+
+fn main() -> Result<()> {
+    let ranks: Vec<_> = Ranks::local(2)?.into_iter().map(|r| std::thread::spawn(|| train(r))).collect(); // changed
+    let ended: Result<Vec<_>> = ranks.into_iter().map(|r| r.join().expect("no rank panics")).collect(); // changed
+    for (loss, size) in ended? {
+        println!("last loss {loss:.4}, squared size of the second layer {size}");
+    }
+    Ok(())
+}
