@@ -5,14 +5,16 @@
 //! by `block_on`, so it is legal inside an async runtime. After a fatal failure every call returns the first cause.
 
 mod start;
+mod write;
 
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
-use crate::actors::{Average, Element};
+use crate::actors::{Average, Busy, Element};
 use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
 use crate::config::{Config, ScalerKind, Unused};
 use crate::error::Error;
@@ -24,6 +26,7 @@ use crate::owned::OwnedPass;
 use crate::pass::{Mode, Pass};
 use crate::report::Report;
 use crate::shared::Shared;
+use crate::stop::StopFlag;
 
 pub use start::{Internals, ParamMut};
 
@@ -50,7 +53,7 @@ pub struct Engine {
     config: Config,
     lrs: Vec<Lr>,
     weight: f64,
-    stop: bool,
+    stop: StopFlag,
     /// The first step whose outcome was not looked at yet.
     unknown_from: u64,
     /// Updated steps per group, as far as outcomes are known.
@@ -143,8 +146,28 @@ impl Engine {
     }
 
     /// Asks all ranks to stop: the outcome of the next step says so on every rank.
-    pub fn request_stop(&mut self) {
-        self.stop = true;
+    pub fn request_stop(&self) {
+        self.stop.request();
+    }
+
+    /// The same wish as a handle, for other threads and signal handlers.
+    pub fn stop_flag(&self) -> StopFlag {
+        self.stop.clone()
+    }
+
+    /// Declares this rank busy, with an evaluation or a checkpoint, say, until what is returned is dropped. Peers that wait
+    /// for it in a collective warn every minute, with rank and reason, instead of failing by `deadlines.collective_s`; they
+    /// fail once `limit` has passed too. A rank whose process is dead is still found, by `deadlines.silence_s`.
+    ///
+    /// ```no_run
+    /// # fn f(engine: &gatherflow::Engine) {
+    /// let busy = engine.busy("saves a checkpoint", std::time::Duration::from_secs(3600));
+    /// // Write files, evaluate.
+    /// drop(busy);
+    /// # }
+    /// ```
+    pub fn busy(&self, reason: impl Into<String>, limit: Duration) -> Busy {
+        self.shared.session.busy(reason, limit)
     }
 
     /// The loss scale that the next backward must carry; 1 without a scaler. With the dynamic scaler it waits for the
@@ -186,8 +209,7 @@ impl Engine {
         {
             gradients.spoil(Spoiled::Unused { param: param.0 });
         }
-        let host =
-            HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop: std::mem::take(&mut self.stop) };
+        let host = HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop: self.stop.take() };
         gradients.reset();
         tracing::debug!(
             target: "gatherflow::engine",

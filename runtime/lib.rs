@@ -43,6 +43,7 @@
 //! | choose | [`Config`], [`KEYS`] (all keys with their defaults) |
 //! | run | [`Ranks`], [`Engine`], [`Pass`], [`Read`], [`Grad`], [`StepHandle`], [`Outcome`] |
 //! | write an adapter that needs `'static` | [`OwnedPass`], [`OwnedRead`], [`OwnedGrad`] |
+//! | stop all ranks together, or keep them waiting | [`StopFlag`], [`Busy`] |
 //! | know what went wrong | [`Error`], [`ErrorKind`] |
 //! | know whether it overlaps | [`Report`], [`Counters`] |
 //!
@@ -66,7 +67,9 @@ mod pass;
 mod ranks;
 mod report;
 mod shared;
+mod stop;
 
+pub use gatherflow_actors::busy::Busy;
 pub use gatherflow_actors::plan::{BucketId, ParamId, Plan, PlanError, UnitId};
 pub use gatherflow_actors::{Counters, FirstGather, Overlap, StartParams, StepTimes};
 pub use gatherflow_kernels::verdict::{Average, OnNonFinite};
@@ -86,6 +89,7 @@ pub use owned::OwnedPass;
 pub use pass::{Back, Mode, Pass, UnitGuard};
 pub use ranks::{Rank, Ranks};
 pub use report::Report;
+pub use stop::StopFlag;
 
 /// The README's example is a test.
 #[cfg(doctest)]

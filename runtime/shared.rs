@@ -162,6 +162,12 @@ impl Shared {
         self.lease(self.param(param)?, access)
     }
 
+    /// A write lease of a parameter that is ready and that nobody reads.
+    pub(crate) fn lease_to_write(&self, param: ParamId) -> Result<Lease, Error> {
+        let access = Access { range: self.param_ranges[param.index()], mode: AccessMode::Write };
+        self.lease(self.param(param)?, access)
+    }
+
     /// Begins a write of a gradient: waits until its memory is free, leases it, prepares it.
     pub(crate) fn begin_write<T: Element>(&self, param: ParamId, zeroed: bool) -> Result<(Lease, WriteMode), Error> {
         let info = self.param(param)?;
@@ -231,7 +237,7 @@ impl Shared {
     }
 
     #[cold]
-    fn lease_error(&self, info: &ParamInfo, error: &crate::actors::LeaseError) -> Error {
+    pub(crate) fn lease_error(&self, info: &ParamInfo, error: &crate::actors::LeaseError) -> Error {
         Error::misuse(error.to_string()).on_rank(self.rank).of_parameter(&*info.name)
     }
 

@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use gatherflow_kernels::{Cause, CollectiveKey, DeviceError, Failure, FailureKind, Link, LocalWorld, Place};
+use gatherflow_kernels::{Cause, CollectiveKey, DeviceError, Failure, FailureKind, Link, LocalWorld, Place, clock};
 use parking_lot::{Condvar, Mutex};
+
+use crate::busy::{Busy, Spell};
 
 /// What ranks tell each other.
 #[derive(Clone, Debug)]
@@ -66,8 +68,36 @@ pub struct Board {
     pub left: AtomicBool,
     /// 1 + the first collective that it issued and, having left, will never finish; 0 while there is none.
     pub abandoned: AtomicU64,
+    /// What it has declared itself busy with.
+    spells: Mutex<Vec<Arc<Spell>>>,
+    /// When it last ceased to be busy, on the clock of [`gatherflow_kernels::clock`]; 0: never.
+    was_busy_ns: AtomicU64,
     /// A drill: it is dead, and says nothing more.
     vanished: AtomicBool,
+}
+
+impl Board {
+    /// What the rank is busy with: of several declarations the one with the latest limit, whether or not that has passed.
+    pub fn spell(&self) -> Option<Arc<Spell>> {
+        self.spells.lock().iter().max_by_key(|spell| spell.until_ns).cloned()
+    }
+
+    pub(crate) fn begin_spell(&self, spell: &Arc<Spell>) {
+        self.spells.lock().push(spell.clone());
+    }
+
+    pub(crate) fn end_spell(&self, spell: &Arc<Spell>, now_ns: u64) {
+        self.was_busy_ns.fetch_max(now_ns.min(spell.until_ns), Ordering::SeqCst);
+        self.progress.fetch_add(1, Ordering::Relaxed);
+        self.spells.lock().retain(|other| !Arc::ptr_eq(other, spell));
+    }
+
+    /// Whether the rank is busy within its limit, or was less than so long ago.
+    pub(crate) fn busy_within(&self, limit_ns: u64, now_ns: u64) -> bool {
+        let busy_ns = self.spell().map_or(0, |spell| now_ns.min(spell.until_ns));
+        let last_ns = busy_ns.max(self.was_busy_ns.load(Ordering::SeqCst));
+        last_ns > 0 && now_ns.saturating_sub(last_ns) <= limit_ns
+    }
 }
 
 /// Takes the messages of one rank.
@@ -96,7 +126,31 @@ pub type Agreement = Vec<(String, String)>;
 
 #[derive(Debug, Default)]
 struct Meeting {
-    brought: Vec<Option<Arc<Agreement>>>,
+    /// By round, then rank: what was brought.
+    rounds: Vec<Vec<Option<Arc<Agreement>>>>,
+    /// By rank: the rounds that it has come to.
+    came: Vec<usize>,
+}
+
+impl Meeting {
+    fn of(ranks: usize) -> Self {
+        Self { rounds: Vec::new(), came: vec![0; ranks] }
+    }
+
+    /// What this rank brings to its next round, and which one that is.
+    fn bring(&mut self, rank: usize, lines: Agreement) -> usize {
+        let round = self.came[rank];
+        self.came[rank] += 1;
+        if round == self.rounds.len() {
+            self.rounds.push(vec![None; self.came.len()]);
+        }
+        self.rounds[round][rank] = Some(Arc::new(lines));
+        // Whoever comes to a round has left the one before, to which all had come: nobody looks at those before that.
+        if let Some(over) = round.checked_sub(2) {
+            self.rounds[over] = Vec::new();
+        }
+        round
+    }
 }
 
 /// The control path of one process.
@@ -133,7 +187,7 @@ impl Ranks {
         let hub = Arc::new(Hub {
             boards: (0..ranks).map(|_| Board::default()).collect(),
             inboxes: (0..ranks).map(|_| Mutex::new(Inbox::Waiting(Vec::new()))).collect(),
-            meeting: Mutex::new(Meeting { brought: vec![None; ranks] }),
+            meeting: Mutex::new(Meeting::of(ranks)),
             met: Condvar::new(),
             first: OnceLock::new(),
         });
@@ -200,6 +254,12 @@ impl Control {
     /// This rank's board.
     pub fn board(&self) -> &Board {
         &self.hub.boards[self.rank]
+    }
+
+    /// This rank is busy with something for at most so long, until what is returned is dropped: peers that wait for it warn
+    /// instead of failing.
+    pub fn busy(&self, reason: impl Into<String>, limit: Duration) -> Busy {
+        Busy::new(self.clone(), reason.into(), limit)
     }
 
     /// Everybody's boards, by rank.
@@ -285,32 +345,57 @@ impl Control {
     /// On every rank alike: the first line in which two ranks differ, a rank that left, or one that did not come within
     /// the limit.
     pub fn meet(&self, agreement: Agreement, limit: Duration) -> Result<(), Cause> {
-        let deadline = Instant::now() + limit;
+        let late = |rank: usize| {
+            format!(
+                "rank {rank} did not start within {} s (deadline `start_up`); is its process or thread running?",
+                limit.as_secs_f64()
+            )
+        };
+        let Some(difference) = self.compare(agreement, limit, &late)? else { return Ok(()) };
+        let message = format!(
+            "ranks must agree before they start: {difference}; register the same model and use the same configuration on \
+             every rank"
+        );
+        Err(self.first_cause(&Arc::new(Failure::new(FailureKind::StartUp, self.rank, message))))
+    }
+
+    /// Every rank brings something, waits for all others, and learns the first line in which two ranks differ, the same one on
+    /// every rank. `late` says what it means that a rank did not come within the limit; a busy one may take longer.
+    ///
+    /// # Errors
+    /// On every rank alike: a rank that left or did not come, or the job's first cause.
+    pub fn compare(
+        &self,
+        lines: Agreement,
+        limit: Duration,
+        late: &dyn Fn(usize) -> String,
+    ) -> Result<Option<String>, Cause> {
+        let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
+        let mut deadline = Instant::now() + limit;
         let mut meeting = self.hub.meeting.lock();
-        meeting.brought[self.rank] = Some(Arc::new(agreement));
+        let round = meeting.bring(self.rank, lines);
         self.hub.met.notify_all();
         loop {
             if let Some(cause) = self.failed() {
                 return Err(cause);
             }
-            let missing = (0..self.ranks()).find(|rank| meeting.brought[*rank].is_none());
-            let failure = match missing {
-                None => match first_difference(&meeting.brought) {
-                    None => return Ok(()),
-                    Some(message) => Failure::new(FailureKind::StartUp, self.rank, message),
-                },
+            let brought = &meeting.rounds[round];
+            let failure = match brought.iter().position(Option::is_none) {
+                None => return Ok(first_difference(brought)),
                 Some(rank) if self.hub.boards[rank].left.load(Ordering::SeqCst) => {
-                    Failure::new(FailureKind::RankLost, rank, format!("rank {rank} left before it started"))
+                    let message = format!("rank {rank} left before it came to where the others wait for it");
+                    Failure::new(FailureKind::RankLost, rank, message)
                 }
                 Some(rank) => {
-                    if !self.hub.met.wait_until(&mut meeting, deadline).timed_out() || meeting.brought[rank].is_some() {
+                    let timed_out = self.hub.met.wait_until(&mut meeting, deadline).timed_out();
+                    if !timed_out || meeting.rounds[round][rank].is_some() {
                         continue;
                     }
-                    let message = format!(
-                        "rank {rank} did not start within {} s (deadline `start_up`); is its process or thread running?",
-                        limit.as_secs_f64()
-                    );
-                    Failure::new(FailureKind::Deadline, rank, message)
+                    if self.hub.boards[rank].busy_within(limit_ns, clock::now_ns()) {
+                        deadline = Instant::now() + limit;
+                        continue;
+                    }
+                    Failure::new(FailureKind::Deadline, rank, late(rank))
                 }
             };
             drop(meeting);
@@ -330,12 +415,7 @@ fn first_difference(brought: &[Option<Arc<Agreement>>]) -> Option<String> {
                 let show = |line: Option<&(String, String)>| {
                     line.map_or_else(|| "nothing".to_string(), |(what, value)| format!("{what} = {value}"))
                 };
-                return Some(format!(
-                    "ranks must agree before they start: rank 0 has {}, rank {rank} has {}; register the same model and \
-                     use the same configuration on every rank",
-                    show(mine),
-                    show(theirs)
-                ));
+                return Some(format!("rank 0 has {}, rank {rank} has {}", show(mine), show(theirs)));
             }
         }
     }
@@ -434,6 +514,45 @@ mod tests {
         assert!(told.iter().all(|cause| cause.is_some() && *cause == told[0]), "{told:?}");
         let message = &told[0].as_ref().unwrap().message;
         assert!(message.contains("rank 0 has rule = x, rank 1 has rule = y"), "{message}");
+    }
+
+    #[test]
+    fn ranks_meet_as_often_as_they_like_and_all_hear_of_a_difference() {
+        let (_seats, controls) = controls(3);
+        let rounds = |control: Control| {
+            let compare = move |round: usize| {
+                let value = if round == 2 && control.rank() == 1 { "other".into() } else { round.to_string() };
+                control.compare(vec![("round".into(), value)], LONG, &|_| unreachable!()).unwrap()
+            };
+            std::thread::spawn(move || (0..5).map(compare).collect::<Vec<_>>())
+        };
+        let hub = controls[0].hub.clone();
+        let threads: Vec<_> = controls.into_iter().map(rounds).collect();
+        for thread in threads {
+            let told = thread.join().unwrap();
+            assert_eq!(told[2].as_deref(), Some("rank 0 has round = 2, rank 1 has round = other"));
+            assert_eq!(told.iter().flatten().count(), 1);
+        }
+        assert!(hub.meeting.lock().rounds[..3].iter().all(Vec::is_empty), "rounds that are over are forgotten");
+    }
+
+    #[test]
+    fn a_busy_rank_may_come_later_than_the_limit() {
+        let (_seats, controls) = controls(2);
+        let limit = Duration::from_millis(100);
+        let compare = move |control: &Control| control.compare(Vec::new(), limit, &|rank| format!("{rank} is late"));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let busy = controls[1].busy("saves", LONG);
+                std::thread::sleep(4 * limit);
+                drop(busy);
+                compare(&controls[1]).unwrap();
+            });
+            std::thread::sleep(limit / 2);
+            assert_eq!(compare(&controls[0]), Ok(None));
+        });
+        let late = compare(&controls[0]).unwrap_err();
+        assert_eq!((late.kind, late.rank, late.message.as_str()), (FailureKind::Deadline, 1, "1 is late"));
     }
 
     #[test]

@@ -11,6 +11,7 @@
 //! | [`optimizer`] | norm, verdict, fused Adam |
 //! | [`communicator`], [`sequence`] | the one order of all collectives (rules O1, O2) |
 //! | [`supervisor`], [`control`] | the first cause, deadlines, and what ranks tell each other |
+//! | [`busy`] | ranks that evaluate or save while others wait for them |
 //! | [`action`] | what machines may ask for, and the edges E1 to E8 that every wait names |
 //! | [`lowering`] | from names to `Work` over memory |
 //! | [`face`] | readiness as the executor sees it: atomics and a place to park |
@@ -21,6 +22,7 @@
 
 pub mod action;
 pub mod bucket;
+pub mod busy;
 pub mod communicator;
 pub mod control;
 #[doc(hidden)]

@@ -5,6 +5,7 @@
 //! when something fails. Entering a unit whose buckets are ready is a few atomic loads.
 
 mod executor;
+mod masters;
 mod start;
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -12,10 +13,11 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gatherflow_kernels::verdict::{HostVerdict, ScalerRule, VerdictRule};
-use gatherflow_kernels::{BufRange, Cause, Device, Event, StreamId};
+use gatherflow_kernels::{BufRange, Cause, Device, Event, StreamId, clock};
 use parking_lot::Mutex;
 
 use crate::action::Edge;
+use crate::busy::Busy;
 use crate::drill::Drill;
 use crate::face::Face;
 use crate::hands::{Hands, Post};
@@ -68,6 +70,8 @@ pub struct SessionConfig {
     pub steps_in_flight: u32,
     /// How long to wait for others.
     pub deadlines: Deadlines,
+    /// How often to warn of a busy rank that is waited for.
+    pub busy_warning: Duration,
     /// Compare the order of collectives every this many steps; 0 is never.
     pub check_order_every: u64,
     /// How equal parameters are ensured.
@@ -227,6 +231,19 @@ impl Session {
     fn backstop(&self) -> Duration {
         let deadlines = &self.config.deadlines;
         deadlines.collective.max(deadlines.silence).saturating_mul(4).saturating_add(Duration::from_secs(2))
+    }
+
+    /// This rank is busy with something for at most so long, until what is returned is dropped: peers that wait for it warn
+    /// instead of failing (rule F1).
+    pub fn busy(&self, reason: impl Into<String>, limit: Duration) -> Busy {
+        self.hands.control.busy(reason, limit)
+    }
+
+    /// Whether any rank is busy, or was so lately that the backstop of a wait must begin anew.
+    fn somebody_was_busy(&self) -> bool {
+        let (backstop, now) = (self.backstop().as_nanos(), clock::now_ns());
+        let backstop = u64::try_from(backstop).unwrap_or(u64::MAX);
+        self.hands.control.boards().iter().any(|board| board.busy_within(backstop, now))
     }
 
     fn check(&self) -> Result<(), Cause> {

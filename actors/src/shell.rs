@@ -7,13 +7,16 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use gatherflow_kernels::{Cause, CollectiveKind, Failure, FailureKind, clock};
 use ractor::{Actor, ActorProcessingErr, ActorRef, SupervisionEvent};
 
 use crate::action::{ActorName, Letter, Machine};
 use crate::bucket::{Bucket, BucketMsg};
+use crate::busy::Warnings;
 use crate::communicator::CommunicatorMsg;
+use crate::control::Board;
 use crate::drill::Drill;
 use crate::hands::{Hands, Post};
 use crate::issuer::Issuer;
@@ -21,7 +24,8 @@ use crate::machines::Machines;
 use crate::optimizer::OptimizerMsg;
 use crate::plan::BucketId;
 use crate::prehook::PreHookMsg;
-use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, overdue, overdue_verdict};
+use crate::session::SessionConfig;
+use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, busy_peers, overdue, overdue_verdict};
 
 /// Where the actors of a rank are. Letters posted before they are spawned are dropped; there are none.
 #[derive(Debug, Default)]
@@ -128,6 +132,7 @@ struct WatchState {
     deadlines: Deadlines,
     /// Per rank: the progress count last seen, and when it last changed.
     progress: Vec<(u64, u64)>,
+    warnings: Warnings,
 }
 
 impl WatchState {
@@ -150,8 +155,9 @@ impl WatchState {
             return overdue_verdict(&self.deadlines, now, step, since, hands.control.rank()).map(Arc::new);
         };
         let boards = hands.control.boards();
+        let spells: Vec<_> = boards.iter().map(Board::spell).collect();
         let mut views = Vec::with_capacity(boards.len());
-        for (board, seen) in boards.iter().zip(&mut self.progress) {
+        for ((board, seen), spell) in boards.iter().zip(&mut self.progress).zip(&spells) {
             let count = board.progress.load(Ordering::Relaxed);
             if count != seen.0 {
                 *seen = (count, now);
@@ -166,9 +172,24 @@ impl WatchState {
                 abandoned: board.abandoned.load(Ordering::SeqCst).checked_sub(1),
                 progress_ns: seen.1,
                 alive_ns: board.alive_ns.load(Ordering::Relaxed),
+                busy: spell.as_deref(),
             });
         }
-        overdue(&self.deadlines, now, &key, since, hands.control.rank(), &views).map(Arc::new)
+        let rank = hands.control.rank();
+        for (peer, spell) in busy_peers(now, &key, rank, &views) {
+            if self.warnings.take_due(peer, since.max(spell.since_ns), now) {
+                let left_s = Duration::from_nanos(spell.until_ns - now).as_secs();
+                tracing::warn!(
+                    target: "gatherflow::supervisor",
+                    rank,
+                    busy = peer,
+                    reason = %spell.reason,
+                    left_s,
+                    "waiting for a busy rank in the {key}"
+                );
+            }
+        }
+        overdue(&self.deadlines, now, &key, since, rank, &views).map(Arc::new)
     }
 }
 
@@ -265,9 +286,10 @@ impl ActorThread {
         hands: &Arc<Hands>,
         directory: &Arc<Directory>,
         issuer: Issuer,
-        deadlines: Deadlines,
+        config: &SessionConfig,
     ) -> Result<Self, Cause> {
         let rank = hands.control.rank();
+        let (deadlines, warning) = (config.deadlines, config.busy_warning);
         let failed = |reason: String| Arc::new(Failure::new(FailureKind::StartUp, rank, reason));
         let (idle, face) = (directory.clone(), hands.face.clone());
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -285,7 +307,7 @@ impl ActorThread {
             .spawn(move || {
                 let guard = Guard(thread_hands.clone());
                 runtime.block_on(async move {
-                    match spawn_all(machines, &thread_hands, &thread_directory, issuer, deadlines).await {
+                    match spawn_all(machines, &thread_hands, &thread_directory, issuer, deadlines, warning).await {
                         Ok((supervisor, joined)) => {
                             let _ = started.send(Ok(()));
                             let mut ticks = tokio::time::interval(deadlines.tick());
@@ -346,6 +368,7 @@ async fn spawn_all(
     directory: &Arc<Directory>,
     issuer: Issuer,
     deadlines: Deadlines,
+    warning: Duration,
 ) -> Result<(ActorRef<Watch>, tokio::task::JoinHandle<()>), String> {
     let post: Arc<dyn Post> = directory.clone();
     let text = |e: ractor::SpawnErr| format!("cannot start an actor: {e}");
@@ -353,6 +376,7 @@ async fn spawn_all(
         running: running(ActorName::Supervisor, machines.supervisor, hands, &post),
         deadlines,
         progress: vec![(0, clock::now_ns()); hands.control.ranks()],
+        warnings: Warnings::new(hands.control.ranks(), warning),
     };
     let (supervisor, joined) = Actor::spawn(None, Watching, watch).await.map_err(text)?;
     let parent = || supervisor.get_cell();

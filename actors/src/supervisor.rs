@@ -12,6 +12,7 @@ use std::time::Duration;
 use gatherflow_kernels::{Cause, CollectiveKey, CollectiveKind, Failure, FailureKind};
 
 use crate::action::{Action, Letter, Machine, WrongTransition};
+use crate::busy::Spell;
 use crate::control::ControlMsg;
 use crate::prehook::PreHookMsg;
 
@@ -232,7 +233,7 @@ impl Deadlines {
 
 /// What a peer looks like from here.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct PeerView {
+pub struct PeerView<'a> {
     /// Collectives it has issued.
     pub issued: u64,
     /// 1 + the newest collective that its stream for this kind has begun; `u64::MAX` where nobody can tell.
@@ -245,6 +246,26 @@ pub struct PeerView {
     pub progress_ns: u64,
     /// Its last heartbeat.
     pub alive_ns: u64,
+    /// What it has declared itself busy with.
+    pub busy: Option<&'a Spell>,
+}
+
+impl<'a> PeerView<'a> {
+    /// What it is busy with, if it is the one that is waited for and its limit has not passed.
+    fn excuse(&self, key: &CollectiveKey, now_ns: u64) -> Option<&'a Spell> {
+        self.busy.filter(|spell| self.issued <= key.seq && !self.left && now_ns <= spell.until_ns)
+    }
+}
+
+/// The ranks that `rank` waits for in this collective and that are busy, and what with.
+pub fn busy_peers<'a>(
+    now_ns: u64,
+    key: &CollectiveKey,
+    rank: usize,
+    peers: &[PeerView<'a>],
+) -> impl Iterator<Item = (usize, &'a Spell)> {
+    let others = peers.iter().enumerate().filter(move |(peer, _)| *peer != rank);
+    others.filter_map(move |(peer, view)| Some((peer, view.excuse(key, now_ns)?)))
 }
 
 /// Judges the oldest collective of this rank that is not over: `None` while everything is within its deadline.
@@ -252,14 +273,15 @@ pub struct PeerView {
 /// `issued_ns` is when it was issued here, or later, when the one before it was over. `peers` has this rank too.
 ///
 /// Tells apart (CASES row 24): a rank that has not issued it, a peer that fell silent or left, a rank whose stream has not
-/// started it, and a collective that everybody started and that does not finish.
+/// started it, and a collective that everybody started and that does not finish. A rank that is [busy](crate::busy) may take
+/// as long as it declared, as long as its heart beats.
 pub fn overdue(
     deadlines: &Deadlines,
     now_ns: u64,
     key: &CollectiveKey,
     issued_ns: u64,
     rank: usize,
-    peers: &[PeerView],
+    peers: &[PeerView<'_>],
 ) -> Option<Failure> {
     let failure = |kind, who: usize, message: String| {
         let failure = Failure::new(kind, who, message);
@@ -271,7 +293,7 @@ pub fn overdue(
         })
     };
     let past = |since: u64, limit: Duration| u128::from(now_ns.saturating_sub(since)) > limit.as_nanos();
-    let mut all_issued = true;
+    let (mut all_issued, mut waits_for_busy) = (true, false);
     for (peer, view) in peers.iter().enumerate().filter(|(peer, _)| *peer != rank) {
         let issued = view.issued > key.seq;
         if issued && !view.abandoned.is_some_and(|first| view.left && first <= key.seq) {
@@ -290,7 +312,20 @@ pub fn overdue(
             );
             return failure(FailureKind::RankLost, peer, message);
         }
+        if view.excuse(key, now_ns).is_some() {
+            waits_for_busy = true;
+            continue;
+        }
         if past(view.progress_ns.max(issued_ns), deadlines.collective) {
+            if let Some(spell) = view.busy {
+                let message = format!(
+                    "rank {peer} is busy ({}) beyond its limit of {:.1} s and has not issued the {key}; rank {rank} waits \
+                     for it",
+                    spell.reason,
+                    Duration::from_nanos(spell.until_ns - spell.since_ns).as_secs_f64()
+                );
+                return failure(FailureKind::Deadline, peer, message);
+            }
             let message = format!(
                 "rank {peer} has not issued the {key} and made no progress for {:.1} s (deadline `collective`); rank {rank} \
                  waits for it",
@@ -299,7 +334,7 @@ pub fn overdue(
             return failure(FailureKind::Deadline, peer, message);
         }
     }
-    if !past(issued_ns, deadlines.collective) {
+    if waits_for_busy || !past(issued_ns, deadlines.collective) {
         return None;
     }
     let seconds = deadlines.collective.as_secs_f64();
@@ -505,9 +540,10 @@ mod tests {
         let key = entry(7, CollectiveKind::Gather, 2);
         let fine = PeerView { issued: 8, begun: 8, progress_ns: 1000, alive_ns: 1000, ..PeerView::default() };
         let waits = PeerView { issued: 7, ..fine };
-        let judge = |now: u64, peer: PeerView, own: PeerView| overdue(&deadlines(), now, &key, 1000, 1, &[peer, own]);
-        let alive = |now: u64, view: PeerView| PeerView { alive_ns: now, ..view };
-        let table: [(&str, u64, PeerView, PeerView, Expected); 14] = [
+        let judge =
+            |now: u64, peer: PeerView<'_>, own: PeerView<'_>| overdue(&deadlines(), now, &key, 1000, 1, &[peer, own]);
+        let alive = |now: u64, view: PeerView<'static>| PeerView { alive_ns: now, ..view };
+        let table: [(&str, u64, PeerView<'_>, PeerView<'_>, Expected); 14] = [
             ("within all deadlines", 1030, waits, fine, None),
             ("a heartbeat is due", 1040, waits, fine, None),
             ("silent", 1041, waits, fine, Some((FailureKind::RankLost, 0, "gave no sign of life"))),
@@ -571,6 +607,37 @@ mod tests {
                 _ => panic!("{what}: {failure:?}"),
             }
         }
+    }
+
+    #[test]
+    fn a_busy_rank_may_take_as_long_as_it_said_while_its_heart_beats() {
+        let key = entry(7, CollectiveKind::Reduce, 2);
+        let spell = Spell { reason: "saves".into(), since_ns: 900, until_ns: 5000 };
+        let fine = PeerView { issued: 8, begun: 8, progress_ns: 1000, alive_ns: 4990, ..PeerView::default() };
+        let busy = PeerView { issued: 7, busy: Some(&spell), ..fine };
+        // A transport may block this rank in the issue while the busy one is missing.
+        for own in [fine, PeerView { issued: 7, ..fine }] {
+            let judge = |now: u64, peer: PeerView<'_>| overdue(&deadlines(), now, &key, 1000, 1, &[peer, own]);
+            assert_eq!(judge(5000, busy), None);
+            let late = judge(5001, PeerView { alive_ns: 5000, ..busy }).unwrap();
+            assert_eq!((late.kind, late.rank), (FailureKind::Deadline, 0));
+            assert!(late.message.contains("busy (saves) beyond its limit"), "{late}");
+            let silent = judge(4000, PeerView { alive_ns: 3900, ..busy }).unwrap();
+            assert!(silent.message.contains("no sign of life"), "{silent}");
+            assert_eq!(judge(4000, PeerView { left: true, ..busy }).unwrap().kind, FailureKind::RankLost);
+        }
+        let idle = PeerView { busy: None, ..busy };
+        assert_eq!(
+            overdue(&deadlines(), 4990, &key, 1000, 2, &[busy, idle, fine]).unwrap().rank,
+            1,
+            "no excuse for others"
+        );
+
+        let told = |now, peers: &[PeerView<'_>]| -> Vec<(usize, String)> {
+            busy_peers(now, &key, 1, peers).map(|(peer, spell)| (peer, spell.reason.clone())).collect()
+        };
+        assert_eq!(told(5000, &[busy, busy, fine]), [(0, "saves".to_string())], "neither itself nor who has issued it");
+        assert!(told(5001, &[busy, fine]).is_empty(), "past its limit");
     }
 
     #[test]

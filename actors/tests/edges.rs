@@ -29,7 +29,7 @@ fn a_plain_run_is_clean_in_every_mode() {
             (true, FirstGather::ZeroGrad),
             (true, FirstGather::Forward),
         ] {
-            let scenario = Scenario { overlap, overlap_grad_reduce, first_gather, ..Scenario::plain() };
+            let scenario = Scenario { overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
             let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}: {v}"));
             let buckets = scenario.plan().buckets().len();
             assert!(buckets > 3);

@@ -96,6 +96,7 @@ fn config(overlap: Overlap, credits: u32, driver: Driver) -> SessionConfig {
         groups: vec![Group::default()],
         steps_in_flight: 2,
         deadlines: Deadlines { start_up: limit, collective: limit, silence: limit },
+        busy_warning: limit,
         check_order_every: 100,
         start_params: StartParams::Broadcast,
         driver,

@@ -2,6 +2,7 @@
 
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::time::Duration;
 
 use half::{bf16, f16};
 
@@ -15,6 +16,7 @@ use crate::lr::Lr;
 use crate::model::{Group, Model, ParamInfo};
 use crate::ranks::Rank;
 use crate::shared::Shared;
+use crate::stop::StopFlag;
 
 /// A parameter's own memory, to be given its initial values.
 #[derive(Debug)]
@@ -38,11 +40,18 @@ pub struct Internals {
     pub driver: Driver,
     /// An edge whose waits are left out.
     pub dropped_edge: Option<Edge>,
+    /// How often to warn of a busy rank.
+    pub busy_warning: Duration,
 }
 
 impl Default for Internals {
     fn default() -> Self {
-        Self { open: OpenOptions::default(), driver: Driver::Actors, dropped_edge: None }
+        Self {
+            open: OpenOptions::default(),
+            driver: Driver::Actors,
+            dropped_edge: None,
+            busy_warning: actors::BUSY_WARNING,
+        }
     }
 }
 
@@ -111,6 +120,7 @@ impl Engine {
         let session_config = actors::SessionConfig {
             driver: internals.driver,
             dropped_edge: internals.dropped_edge,
+            busy_warning: internals.busy_warning,
             ..session_config(&model, &config, ranks)
         };
         let session = Session::start(rank.seat, plan, session_config, options, &mut give)?;
@@ -130,7 +140,7 @@ impl Engine {
             config,
             lrs,
             weight: 1.0,
-            stop: false,
+            stop: StopFlag::default(),
             unknown_from: 0,
             known_t,
             times: Vec::new(),
@@ -139,7 +149,7 @@ impl Engine {
     }
 }
 
-fn param_memory(dtype: DType, lease: &mut Lease) -> Result<ParamMut<'_>, LeaseError> {
+pub(super) fn param_memory(dtype: DType, lease: &mut Lease) -> Result<ParamMut<'_>, LeaseError> {
     Ok(match dtype {
         DType::Bf16 => ParamMut::Bf16(lease.as_mut_slice()?),
         DType::F16 => ParamMut::F16(lease.as_mut_slice()?),
@@ -174,6 +184,7 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
         groups: model.groups.iter().map(group).collect(),
         steps_in_flight: config.steps_in_flight,
         deadlines: config.deadline_rule(),
+        busy_warning: actors::BUSY_WARNING,
         check_order_every: config.check_order_every,
         start_params: config.start_params,
         driver: Driver::Actors,

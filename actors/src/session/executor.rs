@@ -235,16 +235,29 @@ impl Session {
     }
 
     fn await_fact(&self, fact: &Fact, version: u64, what: &dyn Fn() -> String) -> Result<Event, Cause> {
-        let fact = self.face.wait_for_fact(fact, version, self.backstop(), what);
-        fact.map_err(|cause| self.ended(&cause))
+        self.patiently(|| self.face.wait_for_fact(fact, version, self.backstop(), what))
+    }
+
+    fn await_steps(&self, steps: u64, what: &dyn Fn() -> String) -> Result<(), Cause> {
+        self.patiently(|| self.face.wait_for_steps(steps, self.backstop(), what))
+    }
+
+    /// Waits again where the backstop passed but nothing has failed, and some rank has said that it would take longer.
+    fn patiently<T>(&self, wait: impl Fn() -> Result<T, Cause>) -> Result<T, Cause> {
+        loop {
+            match wait() {
+                Err(_) if self.face.failed().is_none() && self.somebody_was_busy() => {}
+                result => return result.map_err(|cause| self.ended(&cause)),
+            }
+        }
     }
 
     /// Why a wait ended: the first cause. One that only this thread has seen so far ends everything on every rank.
-    fn ended(&self, cause: &Cause) -> Cause {
+    pub(super) fn ended(&self, cause: &Cause) -> Cause {
         self.face.failed().cloned().unwrap_or_else(|| self.hands.fail(cause))
     }
 
-    fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
+    pub(super) fn wait_event(&self, edge: Edge, event: &Event) -> Result<(), Cause> {
         let waited = self.hands.wait(self.hands.streams.executor, edge, event);
         // What the device says may be an effect.
         waited.map_err(|error| self.ended(&self.hands.failure(&error)))
@@ -306,8 +319,7 @@ impl Session {
         if step - self.face.finished_steps().min(step) >= allowed {
             let from = clock::now_ns();
             let what = || format!("the outcome of step {}", step - allowed);
-            let waited = self.face.wait_for_steps(step + 1 - allowed, self.backstop(), &what);
-            waited.map_err(|cause| self.ended(&cause))?;
+            self.await_steps(step + 1 - allowed, &what)?;
             self.recorder.waited(from, None);
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
@@ -364,9 +376,9 @@ impl Session {
         }
         let from = clock::now_ns();
         let what = || format!("the outcome of step {step}");
-        let finished = self.face.wait_for_steps(step + 1, self.backstop(), &what);
+        let finished = self.await_steps(step + 1, &what);
         self.recorder.waited(from, None);
-        finished.map_err(|cause| self.ended(&cause))?;
+        finished?;
         self.face.outcome(step).ok_or_else(|| self.no_outcome(step))
     }
 

@@ -176,7 +176,7 @@ fn start_actors(
             let directory = Arc::new(Directory::default());
             let post: Arc<dyn Post> = directory.clone();
             let issuer = Issuer::start(comm, hands, &post).map_err(device_error)?;
-            let actors = ActorThread::start(machines, hands, &directory, issuer, config.deadlines)?;
+            let actors = ActorThread::start(machines, hands, &directory, issuer, config)?;
             Ok((post, Some(actors)))
         }
     }
@@ -232,6 +232,16 @@ fn broadcast(plan: &Plan, lowering: &Lowering, streams: Streams, comm: &mut Comm
 /// f32 masters of the owned 16-bit parameters, once those are shared. Returns the event behind them.
 fn make_masters(plan: &Plan, lowering: &Lowering, streams: Streams, device: &dyn Device) -> Result<Event, DeviceError> {
     device.wait(streams.optimizer, &device.record(streams.gather))?;
+    cast_masters(plan, lowering, streams, device)
+}
+
+/// f32 masters of the owned 16-bit parameters, as the optimizer's stream finds those.
+pub(super) fn cast_masters(
+    plan: &Plan,
+    lowering: &Lowering,
+    streams: Streams,
+    device: &dyn Device,
+) -> Result<Event, DeviceError> {
     for bucket in plan.buckets() {
         let memory = lowering.bucket(bucket.id);
         if memory.dtype != DType::F32 {
@@ -266,7 +276,8 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
     lines
 }
 
-fn parameter_hash(plan: &Plan, lowering: &Lowering, device: &dyn Device) -> Result<u64, LeaseError> {
+/// FNV-1a over all parameters' bytes in registration order.
+pub(super) fn parameter_hash(plan: &Plan, lowering: &Lowering, device: &dyn Device) -> Result<u64, LeaseError> {
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     for param in plan.params() {
         let lease = device.lease(lowering.param(param.id), AccessMode::Read)?;

@@ -228,6 +228,7 @@ impl Scenario {
                 collective: std::time::Duration::from_secs(20),
                 silence: std::time::Duration::from_secs(20),
             },
+            busy_warning: gatherflow_actors::busy::WARNING,
             check_order_every: 1,
             start_params: StartParams::Broadcast,
             driver,

@@ -1,0 +1,49 @@
+//! Masters made anew from parameters that were written from outside (SPEC G4).
+
+use std::sync::Arc;
+
+use gatherflow_kernels::{Cause, Failure, FailureKind};
+
+use super::start::{cast_masters, parameter_hash};
+use super::{Driver, Session};
+use crate::action::Edge;
+
+impl Session {
+    /// Makes the f32 masters of the owned 16-bit parameters anew from the parameters, which must have the same bits on every
+    /// rank; f32 parameters are their own masters. Moments and step counts stay. Every rank must call it, between the same two
+    /// steps. Returns what ranks disagree about, the same on each; the masters are then as they were.
+    ///
+    /// # Errors
+    /// A lease of a parameter that somebody writes, a rank that does not come within the deadline of collectives, or the first
+    /// cause after a failure.
+    pub fn reload_masters(&self) -> Result<Option<String>, Cause> {
+        // All gathers of the newest version are over, and so is every Adam before them.
+        self.all_ready()?;
+        let (device, lowering, streams) = (self.hands.device.as_ref(), &self.hands.lowering, self.hands.streams);
+        if self.plan.ranks() > 1 && self.config.driver == Driver::Actors {
+            let hash = parameter_hash(&self.plan, lowering, device)
+                .map_err(|e| self.ended(&Arc::new(Failure::new(FailureKind::Device, self.rank(), e.to_string()))))?;
+            let limit = self.config.deadlines.collective;
+            let late = |rank: usize| {
+                format!(
+                    "rank {rank} did not reload its masters within {} s (deadline `collective`): every rank must, between \
+                     the same two steps",
+                    limit.as_secs_f64()
+                )
+            };
+            let line = ("hash of the parameters".into(), format!("{hash:016x}"));
+            let difference =
+                self.hands.control.compare(vec![line], limit, &late).map_err(|cause| self.ended(&cause))?;
+            if difference.is_some() {
+                return Ok(difference);
+            }
+        }
+        let failed = |e| self.ended(&self.hands.failure(&e));
+        let written = device.record(streams.executor);
+        self.hands.wait(streams.optimizer, Edge::E3, &written).map_err(failed)?;
+        let cast = cast_masters(&self.plan, lowering, streams, device).map_err(failed)?;
+        // The next write from outside comes after this read.
+        self.wait_event(Edge::E3, &cast)?;
+        Ok(None)
+    }
+}
