@@ -111,7 +111,8 @@ impl Engine {
         OwnedPass::new(&self.shared, chunk, microbatch, last, mode)
     }
 
-    /// Sets the learning rate of a group, from the next step on. Its multiplier still applies.
+    /// Sets the learning rate of a group, from the next step on. Its multiplier still applies. Call it alike on every rank: each
+    /// rank updates its own part of every parameter, and nobody compares what they set.
     ///
     /// # Errors
     /// An unknown group, or a value that is negative or not finite.

@@ -56,9 +56,11 @@ pub struct ParamOptions {
     pub trainable: bool,
     /// Element type of its gradient; `None` takes the configuration's `grad_dtype`.
     pub grad_dtype: Option<DType>,
-    /// Each model-parallel rank holds another part of it, so each counts in the norm.
+    /// Each model-parallel rank holds another part of it, so each counts in the norm. Without model-parallel ranks, which
+    /// there are none of yet, it changes nothing.
     pub tensor_parallel: bool,
-    /// Copies of one weight carry the same name here.
+    /// Copies of one weight carry the same name here. Only frozen ones so far: a weight that several units train is registered
+    /// once and used with [`Model::use_param`].
     pub shared: Option<String>,
     /// Gets a bucket of its own.
     pub shared_embedding: bool,
@@ -149,6 +151,16 @@ pub enum ModelError {
         second: String,
         /// Its shape.
         second_shape: Vec<usize>,
+    },
+    /// The gradients of copies of one weight are not summed yet, so the copies would come apart.
+    #[error(
+        "`{second}` is to be a trainable copy of `{first}`, and copies are not kept equal yet: register the weight once and let the other unit use it with use_param"
+    )]
+    CopiesNotSummed {
+        /// The copy registered first.
+        first: String,
+        /// The other copy.
+        second: String,
     },
     /// A dimension is 0, or the product does not fit.
     #[error("parameter `{name}` has the impossible shape {shape:?}: every dimension must be at least 1")]
@@ -449,7 +461,10 @@ impl Model {
         let Some(shared) = &options.shared else { return Ok(()) };
         let Some(first) = self.shared.get(shared).map(|id| &self.params[id.index()]) else { return Ok(()) };
         if first.shape == shape {
-            return Ok(());
+            if !options.trainable {
+                return Ok(());
+            }
+            return Err(ModelError::CopiesNotSummed { first: first.name.clone(), second: name.to_owned() });
         }
         Err(ModelError::ShapesDisagree {
             shared: shared.clone(),

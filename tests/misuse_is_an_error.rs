@@ -198,3 +198,36 @@ fn ranks_with_different_configurations_learn_what_differs() {
         assert!(error.to_string().contains("clipping"), "{error}");
     }
 }
+
+#[test]
+fn ranks_with_different_learning_rates_learn_which_group_differs() {
+    let ranks = gatherflow::Ranks::local(2).unwrap();
+    let started: Vec<_> = std::thread::scope(|scope| {
+        let start = |rank: gatherflow::Rank| {
+            let mut model = gatherflow::Model::new();
+            let chunk = model.chunk();
+            let unit = model.unit(chunk, "u").unwrap();
+            model.param(unit, "w", &[8], gatherflow::DType::F32).unwrap();
+            let lr = if rank.rank() == 0 { 1e-3 } else { 5e-2 };
+            gatherflow::Engine::new(rank, model, gatherflow::Config::new().lr(lr), |_, out| out.fill_with(|_| 1.0))
+                .map(drop)
+        };
+        let threads: Vec<_> = ranks.into_iter().map(|rank| scope.spawn(move || start(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for result in started {
+        let text = result.unwrap_err().to_string();
+        assert!(text.contains("learning rate of group 0 = 0.001") && text.contains("0.05"), "{text}");
+    }
+}
+
+#[test]
+fn a_trainable_copy_of_a_weight_is_refused_until_copies_are_kept_equal() {
+    let mut model = gatherflow::Model::new();
+    let chunk = model.chunk();
+    let unit = model.unit(chunk, "u").unwrap();
+    let copy = || gatherflow::ParamOptions { shared: Some("table".into()), ..gatherflow::ParamOptions::default() };
+    model.param_with(unit, "first", &[8], gatherflow::DType::F32, copy()).unwrap();
+    let refused = model.param_with(unit, "second", &[8], gatherflow::DType::F32, copy()).unwrap_err();
+    assert!(refused.to_string().contains("`second`") && refused.to_string().contains("use_param"), "{refused}");
+}

@@ -76,6 +76,8 @@ pub struct SessionConfig {
     pub check_order_every: u64,
     /// How equal parameters are ensured.
     pub start_params: StartParams,
+    /// What else must be the same on every rank: `(what, value)`.
+    pub agree: Vec<(String, String)>,
     /// Who runs the machines.
     pub driver: Driver,
     /// Tests leave out the waits of one edge, to see the checker find it.

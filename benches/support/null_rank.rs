@@ -87,6 +87,7 @@ fn plan(buckets: u32) -> Plan {
 fn config(overlap: Overlap, credits: u32, driver: Driver) -> SessionConfig {
     let limit = Duration::from_mins(1);
     SessionConfig {
+        agree: Vec::new(),
         overlap,
         credits: Credits { buckets: credits, bytes: None },
         first_gather: FirstGather::Step,

@@ -157,6 +157,15 @@ pub(super) fn param_memory(dtype: DType, lease: &mut Lease) -> Result<ParamMut<'
     })
 }
 
+/// Each rank updates its own part of every parameter, so learning rates that differ would go unnoticed.
+fn learning_rates(model: &Model, config: &Config) -> Vec<(String, String)> {
+    let line = |(number, group): (usize, &Group)| {
+        let lr = group.lr.unwrap_or(config.lr);
+        (format!("learning rate of group {number}"), format!("{lr} x {}", group.lr_multiplier))
+    };
+    model.groups.iter().enumerate().map(line).collect()
+}
+
 fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::SessionConfig {
     let buckets = match (config.overlap, config.credits) {
         (Overlap::Window, Credits::Buckets(n)) => n,
@@ -187,6 +196,7 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
         busy_warning: actors::BUSY_WARNING,
         check_order_every: config.check_order_every,
         start_params: config.start_params,
+        agree: learning_rates(model, config),
         driver: Driver::Actors,
         dropped_edge: None,
         drill: None,

@@ -267,6 +267,12 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
         let value = format!("{:?} {} {flags}, group {}", param.shape, param.dtype, param.group);
         lines.push((format!("parameter {}", param.name), value));
     }
+    for unit in plan.units() {
+        let names: Vec<&str> = unit.params.iter().map(|param| plan.param(*param).name.as_str()).collect();
+        lines.push((format!("unit {}", unit.name), format!("chunk {}, {}", unit.chunk, names.join(" "))));
+    }
+    lines.extend(config.agree.iter().cloned());
+    lines.push(("bucket size".into(), plan.bucket_size().to_string()));
     lines.push(("plan".into(), format!("{:016x}", plan.fingerprint())));
     lines.push(("averaging, clipping and policies".into(), format!("{:?}", config.rule)));
     lines.push(("loss scaler".into(), format!("{:?}", config.scaler)));

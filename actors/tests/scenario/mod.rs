@@ -211,6 +211,7 @@ impl Scenario {
 
     pub fn config(&self, driver: Driver) -> SessionConfig {
         SessionConfig {
+            agree: Vec::new(),
             overlap: self.overlap,
             credits: Credits { buckets: self.credits, bytes: None },
             first_gather: self.first_gather,
