@@ -92,11 +92,11 @@ fn random(seed: u64) -> f32 {
     ((z ^ (z >> 31)) >> 40) as f32 / (1 << 23) as f32 - 1.0
 }
 
-fn run(rank: Rank, config: Config, steps: u64) -> Result<(f32, u64), Error> {
+fn run(rank: Rank, config: &Config, steps: u64) -> Result<(f32, u64), Error> {
     let number = rank.rank() as u64;
     let mut model = Model::new();
     let net = Net::register(&mut model)?;
-    let mut engine = Engine::new(rank, model, config, |param, out| {
+    let mut engine = Engine::new(rank, model, config.clone(), |param, out| {
         let scale = if param.shape.len() > 1 { 0.5 } else { 0.1 };
         out.fill_with(|i| scale * random(u64::from(param.id.0) << 32 | i as u64));
     })?;
@@ -140,7 +140,7 @@ fn main() -> ExitCode {
 fn train(config: &Config, steps: u64) -> Result<(), Box<dyn std::error::Error>> {
     let ranks = Ranks::local(RANKS)?;
     let results: Vec<_> = std::thread::scope(|scope| {
-        let start = |rank| scope.spawn(move || run(rank, config.clone(), steps));
+        let start = |rank| scope.spawn(move || run(rank, config, steps));
         let handles: Vec<_> = ranks.into_iter().map(start).collect();
         handles.into_iter().map(|h| h.join().expect("a rank panicked")).collect::<Result<_, _>>()
     })?;

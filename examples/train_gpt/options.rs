@@ -148,6 +148,6 @@ impl Options {
 
     fn file(&self) -> Result<Config, String> {
         let Some(path) = &self.config else { return Ok(Config::new()) };
-        Config::from_file(path).map_err(|e| format!("{}: {e}", path.display()))
+        Config::from_file(path).map_err(|e| e.to_string())
     }
 }

@@ -132,7 +132,7 @@ fn print(text: &str) -> ExitCode {
 
 fn plan(args: &PlanArgs) -> Result<String, String> {
     let mut config = match &args.config {
-        Some(path) => Config::from_file(path).map_err(|e| format!("{}: {e}", path.display()))?,
+        Some(path) => Config::from_file(path).map_err(|e| e.to_string())?,
         None => Config::new(),
     };
     config = Config::from_env(config).map_err(|e| e.to_string())?;
