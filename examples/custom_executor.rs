@@ -140,8 +140,7 @@ fn main() -> ExitCode {
 fn train(config: &Config, steps: u64) -> Result<(), Box<dyn std::error::Error>> {
     let ranks = Ranks::local(RANKS)?;
     let results: Vec<_> = std::thread::scope(|scope| {
-        let start = |rank| scope.spawn(move || run(rank, config, steps));
-        let handles: Vec<_> = ranks.into_iter().map(start).collect();
+        let handles: Vec<_> = ranks.into_iter().map(|r| scope.spawn(move || run(r, config, steps))).collect();
         handles.into_iter().map(|h| h.join().expect("a rank panicked")).collect::<Result<_, _>>()
     })?;
     assert!(results.iter().all(|r| r.1 == results[0].1), "ranks must hold the same parameters");

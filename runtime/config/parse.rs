@@ -71,7 +71,8 @@ impl Config {
 /// Names key and value, the value in a length that can be read.
 pub(super) fn bad_value(key: &str, value: &Value, expected: &str) -> ConfigError {
     let mut value = match value {
-        Value::Float(x) if x.is_finite() && *x != 0.0 && !(1e-6..1e16).contains(&x.abs()) => format!("{x:e}"),
+        // Debug is short where Display writes all digits.
+        Value::Float(x) => format!("{x:?}"),
         _ => value.to_string(),
     };
     if value.chars().count() > LONGEST {
