@@ -5,6 +5,8 @@
 //! A unit is what the executor enters at once. Guards give the parameter's own memory to read and the gradient's own
 //! memory to write; leaving a unit in backward lets its gradients go while the rest of backward still runs.
 
+use std::process::ExitCode;
+
 use gatherflow::{
     ChunkId, Config, DType, Engine, Error, Lr, Mode, Model, ModelError, Outcome, ParamId, Pass, Rank, Ranks, UnitId,
     WriteMode, bf16,
@@ -90,11 +92,11 @@ fn random(seed: u64) -> f32 {
     ((z ^ (z >> 31)) >> 40) as f32 / (1 << 23) as f32 - 1.0
 }
 
-fn run(rank: Rank, config: Config, steps: u64) -> Result<(f32, u64), Error> {
+fn run(rank: Rank, config: &Config, steps: u64) -> Result<(f32, u64), Error> {
     let number = rank.rank() as u64;
     let mut model = Model::new();
     let net = Net::register(&mut model)?;
-    let mut engine = Engine::new(rank, model, config, |param, out| {
+    let mut engine = Engine::new(rank, model, config.clone(), |param, out| {
         let scale = if param.shape.len() > 1 { 0.5 } else { 0.1 };
         out.fill_with(|i| scale * random(u64::from(param.id.0) << 32 | i as u64));
     })?;
@@ -120,19 +122,25 @@ fn run(rank: Rank, config: Config, steps: u64) -> Result<(f32, u64), Error> {
     Ok((loss, hash))
 }
 
-fn main() -> Result<(), String> {
-    train().map_err(|error| error.to_string())
-}
-
-fn train() -> Result<(), Box<dyn std::error::Error>> {
+fn arguments() -> Result<(Config, u64), String> {
     let mut arguments = std::env::args().skip(1);
     let mut config = Config::new().num_buckets(4);
-    config.set("overlap", &arguments.next().unwrap_or("window".into()))?;
-    let steps = arguments.next().map_or(Ok(200), |n| n.parse())?;
+    config.set("overlap", &arguments.next().unwrap_or("window".into())).map_err(|e| e.to_string())?;
+    let number = |n: String| n.parse().map_err(|_| format!("steps = `{n}`: expected a whole number"));
+    Ok((config, arguments.next().map_or(Ok(200), number)?))
+}
+
+fn main() -> ExitCode {
+    let done = arguments().map_err(|e| (e, 2)).and_then(|(c, n)| train(&c, n).map_err(|e| (e.to_string(), 1)));
+    let Err((message, code)) = done else { return ExitCode::SUCCESS };
+    eprintln!("error: {message}");
+    ExitCode::from(code)
+}
+
+fn train(config: &Config, steps: u64) -> Result<(), Box<dyn std::error::Error>> {
     let ranks = Ranks::local(RANKS)?;
-    let threads: Vec<_> = ranks.into_iter().map(|r| (r, config.clone())).collect();
     let results: Vec<_> = std::thread::scope(|scope| {
-        let handles: Vec<_> = threads.into_iter().map(|(r, c)| scope.spawn(move || run(r, c, steps))).collect();
+        let handles: Vec<_> = ranks.into_iter().map(|r| scope.spawn(move || run(r, config, steps))).collect();
         handles.into_iter().map(|h| h.join().expect("a rank panicked")).collect::<Result<_, _>>()
     })?;
     assert!(results.iter().all(|r| r.1 == results[0].1), "ranks must hold the same parameters");

@@ -156,6 +156,14 @@ pub enum ConfigError {
         /// What the system said.
         reason: String,
     },
+    /// The contents of a file do not fit.
+    #[error("{}: {reason}", path.display())]
+    File {
+        /// Which file.
+        path: PathBuf,
+        /// What does not fit.
+        reason: Box<ConfigError>,
+    },
     /// The text is not TOML.
     #[error("the configuration is not valid TOML: {reason}")]
     Syntax {

@@ -199,7 +199,7 @@ pub enum ModelError {
         last: u32,
     },
     /// A hyperparameter out of range.
-    #[error("group {group}: {what} = {value} is out of range")]
+    #[error("group {group}: {what} = {value:?} is out of range")]
     BadGroup {
         /// Which group.
         group: u32,

@@ -123,10 +123,11 @@ fn a_variable_is_checked_as_any_value_and_counts_as_set_explicitly() {
     let refusal = |variables: &[(&str, &str)]| with(variables).unwrap_err().to_string();
     assert_eq!(
         refusal(&[("GATHERFLOW_CREDITS", "0")]),
-        "environment variable `GATHERFLOW_CREDITS`: configuration key `credits` = 0: expected a number of buckets from 1, or \
-         \"unlimited\""
+        "environment variable `GATHERFLOW_CREDITS`: configuration key `credits` = 0: expected a number of buckets from 1 to \
+         4294967294, or \"unlimited\""
     );
-    let dead = refusal(&[("GATHERFLOW_OVERLAP", "none"), ("GATHERFLOW_CREDITS", "3")]);
+    let dead = with(&[("GATHERFLOW_OVERLAP", "none"), ("GATHERFLOW_CREDITS", "3")]).unwrap().validate();
+    let dead = dead.unwrap_err().to_string();
     assert!(dead.contains("`credits` is set but never read"), "{dead}");
     let both = refusal(&[("GATHERFLOW_BUCKET_SIZE", "3"), ("GATHERFLOW_NUM_BUCKETS", "3")]);
     assert!(both.contains("exclude each other"), "{both}");
@@ -141,6 +142,51 @@ fn each_layer_overrides_the_ones_before_it_key_by_key() {
     let expected = Config::from_toml("bucket_size = 128\nlr = 0.125\neps = 0.25").unwrap();
     assert_eq!(format!("{config:?}"), format!("{expected:?}"));
     assert!(config.set_layer([("credit", "1")]).unwrap_err().to_string().contains("`credits`"));
+}
+
+#[test]
+fn only_the_last_layer_decides_what_is_never_read() {
+    let layered = |file: &str, variable: (&str, &str), flag: Option<(&str, &str)>| {
+        let mut config = Config::from_variables(Config::from_toml(file).unwrap(), [variable]).unwrap();
+        config.set_layer(flag).unwrap();
+        config.validate().map(|()| config)
+    };
+    let credits = ("GATHERFLOW_CREDITS", "2");
+    // A later layer brings a key to life.
+    assert!(layered("overlap = \"chain\"", credits, Some(("overlap", "window"))).unwrap().is_explicit("credits"));
+    let dead = layered("overlap = \"chain\"", credits, None).unwrap_err().to_string();
+    assert!(dead.contains("`credits` is set but never read"), "{dead}");
+    // A later layer's mode drops the keys of earlier ones that it never reads, but not those of its own or later layers.
+    assert!(!layered("credits = 4", ("GATHERFLOW_OVERLAP", "none"), None).unwrap().is_explicit("credits"));
+    assert!(!layered("overlap = \"window\"", credits, Some(("overlap", "none"))).unwrap().is_explicit("credits"));
+    assert!(layered("", ("GATHERFLOW_OVERLAP", "none"), Some(("credits", "4"))).is_err());
+    assert!(layered("", ("GATHERFLOW_SCALER_GROWTH", "4"), None).is_err(), "a default is no layer");
+    assert!(!layered("unused = \"error\"", credits, Some(("lr", "0.5"))).unwrap().is_explicit("overlap"));
+    let unscaled = layered("on_nonfinite = \"error\"", ("GATHERFLOW_SCALER", "dynamic"), None);
+    assert!(!unscaled.unwrap().is_explicit("on_nonfinite"));
+}
+
+#[test]
+fn a_scaler_that_is_no_table_and_a_number_of_300_digits_are_refused_in_short() {
+    assert_eq!(
+        refusal("scaler = 3"),
+        "configuration key `scaler` = 3: expected a table with keys of kind, scale, initial, min, growth, backoff, \
+         interval, hysteresis"
+    );
+    assert!(refusal("deadlines = 3").contains("start_up_s"));
+    assert_eq!(refusal("lr = 1e300"), "configuration key `lr` = 1e300: expected a number from 0, below 3.4e38");
+    assert!(Config::new().lr(1e300).validate().unwrap_err().to_string().contains("= 1e300:"));
+    assert!(refusal(&format!("overlap = \"{}\"", "x".repeat(5000))).len() < 200);
+}
+
+#[test]
+fn a_file_is_named_once_in_what_is_wrong_with_it() {
+    let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("wrong.toml");
+    std::fs::write(&path, "credits = 0").unwrap();
+    for (path, says) in [(path.as_path(), "`credits` = 0"), ("/nowhere/config.toml".as_ref(), "cannot read")] {
+        let message = Config::from_file(path).unwrap_err().to_string();
+        assert!(message.contains(says) && message.matches(path.to_str().unwrap()).count() == 1, "{message}");
+    }
 }
 
 fn model(dtype: DType) -> Model {
@@ -162,7 +208,8 @@ fn numbers_that_are_infinite_or_zero_in_f32_are_refused_by_name() {
         gatherflow::Group { eps: Some(1e-46), ..gatherflow::Group::default() },
         gatherflow::Group { lr: Some(1e39), ..gatherflow::Group::default() },
     ] {
-        assert!(model.group(group).is_err());
+        let message = model.group(group).unwrap_err().to_string();
+        assert!(message.contains("out of range") && message.len() < 60, "{message}");
     }
 }
 

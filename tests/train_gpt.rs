@@ -8,19 +8,21 @@ use std::sync::OnceLock;
 use serde_json::Value;
 
 /// Beside the tests, where `cargo test` puts examples; built here if only this test was asked for.
+fn built(name: &str) -> PathBuf {
+    let tests = std::env::current_exe().unwrap();
+    let path = tests.parent().unwrap().with_file_name("examples").join(name);
+    let path = path.with_extension(std::env::consts::EXE_EXTENSION);
+    if !path.exists() {
+        let profile: &[&str] = if cfg!(debug_assertions) { &[] } else { &["--release"] };
+        let build = ["build", "--example", name];
+        assert!(Command::new(env!("CARGO")).args(build).args(profile).status().unwrap().success());
+    }
+    path
+}
+
 fn example() -> &'static Path {
     static PATH: OnceLock<PathBuf> = OnceLock::new();
-    PATH.get_or_init(|| {
-        let tests = std::env::current_exe().unwrap();
-        let path = tests.parent().unwrap().with_file_name("examples").join("train_gpt");
-        let path = path.with_extension(std::env::consts::EXE_EXTENSION);
-        if !path.exists() {
-            let profile: &[&str] = if cfg!(debug_assertions) { &[] } else { &["--release"] };
-            let build = ["build", "--example", "train_gpt"];
-            assert!(Command::new(env!("CARGO")).args(build).args(profile).status().unwrap().success());
-        }
-        path
-    })
+    PATH.get_or_init(|| built("train_gpt"))
 }
 
 fn file(name: &str, bytes: &[u8]) -> String {
@@ -144,4 +146,54 @@ fn bad_input_is_refused_with_exit_code_2_and_named() {
     refused(&["--steps", "0"], "--steps");
     refused(&["--vocab", "100"], "--vocab");
     refused(&["--no-such-flag"], "--no-such-flag");
+}
+
+#[test]
+fn one_step_is_measured() {
+    let json = file("one.json", b"");
+    let output = train_gpt(&["--layers=1", "--width=32", "--seq=24", "--batch=2", "--steps=1", "--json", &json]);
+    let answer = String::from_utf8(output.stdout).unwrap();
+    assert!(answer.contains("is it overlapping?") && !answer.contains("no step was measured"), "{answer}");
+    let result: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    assert!(result["step_ms_median"].as_f64().is_some_and(|ms| ms > 0.0), "{result}");
+}
+
+#[test]
+fn a_device_that_computes_nothing_is_refused() {
+    refused(&["--config", &file("null.toml", b"device = \"null\"")], "`device`");
+}
+
+#[test]
+fn counts_that_no_machine_has_room_for_are_refused_by_name() {
+    for flag in ["--steps", "--batch", "--layers", "--ranks", "--seq", "--width", "--vocab", "--accumulate"] {
+        for count in ["18446744073709551615", "9999999999"] {
+            refused(&[flag, count], flag);
+        }
+    }
+    refused(&["--layers", "10000", "--width", "65536"], "--layers");
+    refused(&["--config", &file("ranks.toml", b"ranks = 100000")], "`ranks`");
+}
+
+/// Neither standard output nor standard error takes anything here.
+#[cfg(target_os = "linux")]
+#[test]
+fn the_result_is_in_the_file_where_nothing_can_be_printed() {
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let text = file("full.txt", "the quick brown fox jumps over the lazy dog\n".repeat(40).as_bytes());
+    let json = file("full.json", b"");
+    let mut command = Command::new(example());
+    command.args(SMALL).args(["--data", &text, "--json", &json]).stdout(full()).stderr(full());
+    assert_eq!(command.status().unwrap().code(), Some(1));
+    let result: Value = serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap();
+    assert_eq!(result["steps"], 12);
+}
+
+#[test]
+fn the_executor_without_a_framework_refuses_bad_arguments_by_name() {
+    for (arguments, names) in [(&["bogus"][..], "`overlap`"), (&["window", "abc"], "steps = `abc`")] {
+        let output = Command::new(built("custom_executor")).args(arguments).output().unwrap();
+        let message = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{message}");
+        assert!(message.starts_with("error: ") && message.contains(names), "{message}");
+    }
 }

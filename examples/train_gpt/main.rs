@@ -14,7 +14,7 @@
 //! | [`model`] | the GPT: what is registered, and the forward pass over the candle adapter |
 //! | [`rank`] | one rank's thread: forward, backward, step |
 //! | [`run`] | all ranks together: losses, progress, the result |
-//! | [`process`] | the environment that the process wants to run in |
+//! | [`process`] | the environment that the process wants to run in, and its standard error |
 
 mod model;
 mod options;
@@ -36,11 +36,11 @@ fn main() -> ExitCode {
     match run::run(&options::Options::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(run::Failure::Refused(message)) => {
-            eprintln!("error: {message}");
+            process::say(&format!("error: {message}"));
             ExitCode::from(2)
         }
         Err(run::Failure::Broken(message)) => {
-            eprintln!("error: {message}");
+            process::say(&format!("error: {message}"));
             ExitCode::FAILURE
         }
     }

@@ -11,31 +11,31 @@ use gatherflow::{Config, DType};
 #[command(name = "train_gpt")]
 pub(crate) struct Options {
     /// Number of ranks, each a thread [default: `ranks` of the configuration, else 2]
-    #[arg(long, value_name = "N", value_parser = count)]
+    #[arg(long, value_name = "N", value_parser = count::<{ MOST_RANKS }>)]
     pub(crate) ranks: Option<usize>,
     /// Optimizer steps
-    #[arg(long, value_name = "N", default_value_t = 850, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 850, value_parser = count::<1_000_000_000>)]
     pub(crate) steps: usize,
     /// Sequences per rank and microbatch
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = count::<65_536>)]
     pub(crate) batch: usize,
     /// Bytes in a sequence
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = count::<65_536>)]
     pub(crate) seq: usize,
     /// Layers, each of an attention and a feed-forward unit
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = count::<10_000>)]
     pub(crate) layers: usize,
     /// Width of the model
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = count::<65_536>)]
     pub(crate) width: usize,
     /// Number of tokens: every byte of the text must be below it
-    #[arg(long, value_name = "N", default_value_t = 256, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 256, value_parser = count::<1_048_576>)]
     pub(crate) vocab: usize,
     /// Element type of the parameters; f16 comes with a dynamic loss scaler
     #[arg(long, default_value = "bf16", value_parser = dtypes())]
     pub(crate) dtype: DType,
     /// Microbatches per step
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count)]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = count::<1_000_000>)]
     pub(crate) accumulate: usize,
     /// When parameters are gathered: none, chain or window [default: window]
     #[arg(long, value_name = "MODE")]
@@ -69,8 +69,15 @@ pub(crate) struct Options {
     pub(crate) json: Option<PathBuf>,
 }
 
-fn count(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a whole number from 1".to_owned())
+/// The most ranks: each is a few threads.
+const MOST_RANKS: usize = 1024;
+
+/// Most numbers that parameters and activations of all ranks may have together, roughly: 64 GiB in f32.
+const MOST_NUMBERS: f64 = (1_u64 << 34) as f64;
+
+fn count<const MOST: usize>(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|n| (1..=MOST).contains(n));
+    number.ok_or_else(|| format!("expected a whole number from 1 to {MOST}"))
 }
 
 fn dtypes() -> impl TypedValueParser<Value = DType> {
@@ -108,11 +115,39 @@ impl Options {
             config.set("num_buckets", "12").map_err(|e| e.to_string())?;
         }
         config.validate().map_err(|e| e.to_string())?;
+        self.check(&config)?;
         Ok(config)
+    }
+
+    /// Refuses what the engine would take, but this program cannot train with.
+    fn check(&self, config: &Config) -> Result<(), String> {
+        if config.device_name() == "null" {
+            return Err(
+                "configuration key `device` = \"null\" computes nothing, so nothing would be trained: leave it \
+                        out (`gatherflow plan` shows a layout without training)"
+                    .to_owned(),
+            );
+        }
+        let ranks = config.configured_ranks().unwrap_or(2);
+        if ranks > MOST_RANKS {
+            return Err(format!("configuration key `ranks` = {ranks}: expected at most {MOST_RANKS}"));
+        }
+        let [layers, width, vocab, seq, batch] =
+            [self.layers, self.width, self.vocab, self.seq, self.batch].map(|n| n as f64);
+        let params = width * (12.0 * layers * width + 2.0 * vocab + seq);
+        let activations = batch * seq * (12.0 * layers * width + vocab);
+        let numbers = ranks as f64 * (params + activations);
+        if numbers > MOST_NUMBERS {
+            return Err(format!(
+                "parameters and activations would be about {numbers:.0e} numbers, and this program goes up to \
+                 {MOST_NUMBERS:.0e}: make --layers, --width, --vocab, --batch, --seq or --ranks smaller"
+            ));
+        }
+        Ok(())
     }
 
     fn file(&self) -> Result<Config, String> {
         let Some(path) = &self.config else { return Ok(Config::new()) };
-        Config::from_file(path).map_err(|e| format!("{}: {e}", path.display()))
+        Config::from_file(path).map_err(|e| e.to_string())
     }
 }

@@ -7,6 +7,8 @@
 //! Both must be there before `main`, so the program starts itself once more where they are missing. What the user set
 //! stays. Elsewhere than on unix nothing happens.
 
+use std::io::Write;
+
 /// Names and values; the first is also the mark that this was done.
 #[cfg(unix)]
 const WANTED: [(&str, &str); 6] = [
@@ -28,9 +30,14 @@ pub(crate) fn settle() {
     let Ok(program) = std::env::current_exe() else { return };
     let missing = WANTED.iter().filter(|(name, _)| std::env::var_os(name).is_none());
     let error = std::process::Command::new(program).args(std::env::args_os().skip(1)).envs(missing.copied()).exec();
-    eprintln!("warning: the program could not be started with its settings ({error}); it will be slower");
+    say(&format!("warning: the program could not be started with its settings ({error}); it will be slower"));
 }
 
 /// Nothing to do here.
 #[cfg(not(unix))]
 pub(crate) fn settle() {}
+
+/// A line on standard error. Where nobody can read it, training goes on.
+pub(crate) fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}

@@ -102,9 +102,9 @@ pub(crate) fn train(job: &Job, rank: Rank, progress: &Sender<Stepped>) -> Result
     }
     let last = last.ok_or_else(|| candle_core::Error::msg("no step was taken"))?.outcome()?;
     let params_hash = engine.params_hash()?;
-    let report = engine.report();
     engine.close()?;
-    Ok(Finished { report, counters: engine.counters(), last, params_hash })
+    // The times of the last step are known once everything has ended.
+    Ok(Finished { report: engine.report(), counters: engine.counters(), last, params_hash })
 }
 
 /// Forward and backward of one step; the mean loss.

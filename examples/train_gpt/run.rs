@@ -1,6 +1,7 @@
 //! All ranks together: their losses, the progress bar, and the result.
 
-use std::io::IsTerminal;
+use std::collections::VecDeque;
+use std::io::{ErrorKind as IoErrorKind, IsTerminal, Write};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use serde_json::json;
 
 use crate::model::{Gpt, Shape};
 use crate::options::Options;
+use crate::process::say;
 use crate::rank::{Finished, Job, Stepped, Stopped, train};
 use crate::text::Text;
 
@@ -41,13 +43,13 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         // Minutes of training must not end in a file that cannot be written.
         std::fs::write(path, "").map_err(|e| Failure::Refused(format!("cannot write {}: {e}", path.display())))?;
     }
-    eprintln!(
+    say(&format!(
         "{} parameters ({}) in {} buckets, {count} ranks, {} bytes of text",
         model.params().iter().map(|p| p.numel).sum::<usize>(),
         options.dtype,
         plan.buckets().len(),
         text.len()
-    );
+    ));
     let job = Job {
         model,
         gpt,
@@ -60,12 +62,15 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         seed: options.seed,
     };
     let result = together(&job, ranks)?;
-    result.print();
     if let Some(path) = &options.json {
         let object = format!("{:#}\n", result.json(options, &job, plan.buckets().len()));
         std::fs::write(path, object).map_err(|e| Failure::Broken(format!("cannot write {}: {e}", path.display())))?;
     }
-    Ok(())
+    match std::io::stdout().lock().write_all(result.text().as_bytes()) {
+        // A reader that went away (`| head`) is no error.
+        Err(e) if e.kind() != IoErrorKind::BrokenPipe => Err(Failure::Broken(format!("cannot write the result: {e}"))),
+        _ => Ok(()),
+    }
 }
 
 struct Outcome {
@@ -129,25 +134,25 @@ fn listen(receiver: &Receiver<Stepped>, steps: usize, ranks: usize, tokens: usiz
     let style = "{bar:30} {pos}/{len}  {msg}  {eta} left";
     bar.set_style(ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()));
     let lines = !std::io::stderr().is_terminal();
-    let (mut losses, mut sums) = (Vec::with_capacity(steps), vec![(0, 0.0); steps]);
+    let (mut losses, mut sums) = (Vec::new(), VecDeque::new());
     let (mut exposed, mut start) = (0.0, None);
     for stepped in receiver {
         if stepped.rank == 0 {
             exposed = stepped.exposed_ms;
         }
-        let sum = &mut sums[stepped.step];
-        *sum = (sum.0 + 1, sum.1 + stepped.loss);
-        if sum.0 < ranks {
-            continue;
-        }
-        losses.push(sum.1 / ranks as f64);
+        // Every rank sends its steps in order, so they also end in order.
+        let ahead = stepped.step - losses.len();
+        sums.resize(sums.len().max(ahead + 1), (0, 0.0));
+        sums[ahead] = (sums[ahead].0 + 1, sums[ahead].1 + stepped.loss);
+        let Some((_, sum)) = sums.pop_front_if(|(count, _)| *count == ranks) else { continue };
+        losses.push(sum / ranks as f64);
         // Rates leave out the first step, which includes the start of the engines.
         let start = *start.get_or_insert_with(Instant::now);
         let rate = (losses.len() - 1) as f64 * tokens as f64 / start.elapsed().as_secs_f64().max(1e-9);
         let recent = tail_mean(&losses);
         let message = format!("loss {recent:.3}  {rate:.0} tokens/s  exposed {exposed:.1} ms");
         if lines && (losses.len() == steps || losses.len().is_multiple_of((steps / 10).max(1))) {
-            eprintln!("step {}/{steps}  {message}", losses.len());
+            say(&format!("step {}/{steps}  {message}", losses.len()));
         }
         bar.set_message(message);
         bar.set_position(losses.len() as u64);
@@ -171,16 +176,16 @@ impl Outcome {
         self.losses.len() as f64 * self.tokens_per_step as f64 / self.elapsed.as_secs_f64()
     }
 
-    fn print(&self) {
-        println!(
-            "loss {:.3} -> {:.3} in {} steps, {:.0} s, {:.0} tokens/s",
+    fn text(&self) -> String {
+        format!(
+            "loss {:.3} -> {:.3} in {} steps, {:.0} s, {:.0} tokens/s\n{}\n",
             self.first_loss(),
             tail_mean(&self.losses),
             self.losses.len(),
             self.elapsed.as_secs_f64(),
-            self.tokens_per_s()
-        );
-        println!("{}", self.ranks[0].report);
+            self.tokens_per_s(),
+            self.ranks[0].report
+        )
     }
 
     fn json(&self, options: &Options, job: &Job, buckets: usize) -> serde_json::Value {

@@ -68,9 +68,17 @@ Examples:
   gatherflow plan model.toml --ranks 8
   gatherflow plan --gpt 6,208,256 --ranks 2 --num-buckets 12";
 
+/// Most layers of `--gpt`: every parameter takes memory here, whatever its size.
+const MOST_LAYERS: usize = 10_000;
+
 fn gpt_shape(text: &str) -> Result<[usize; 3], String> {
     let numbers: Result<Vec<usize>, _> = text.split(',').map(|n| n.trim().parse()).collect();
-    numbers.ok().and_then(|n| n.try_into().ok()).ok_or_else(|| "expected three whole numbers such as 6,208,256".into())
+    let shape = numbers.ok().and_then(|n| n.try_into().ok());
+    let shape: [usize; 3] = shape.ok_or("expected three whole numbers such as 6,208,256")?;
+    if shape[0] > MOST_LAYERS {
+        return Err(format!("{} layers: expected at most {MOST_LAYERS}", shape[0]));
+    }
+    Ok(shape)
 }
 
 /// The configuration keys, for the end of `--help`.
@@ -105,7 +113,7 @@ fn main() -> ExitCode {
     match done {
         Ok(text) => print(&text),
         Err(message) => {
-            eprintln!("error: {message}");
+            let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("error: {message}\n"));
             ExitCode::from(2)
         }
     }
@@ -124,7 +132,7 @@ fn print(text: &str) -> ExitCode {
 
 fn plan(args: &PlanArgs) -> Result<String, String> {
     let mut config = match &args.config {
-        Some(path) => Config::from_file(path).map_err(|e| format!("{}: {e}", path.display()))?,
+        Some(path) => Config::from_file(path).map_err(|e| e.to_string())?,
         None => Config::new(),
     };
     config = Config::from_env(config).map_err(|e| e.to_string())?;

@@ -122,6 +122,11 @@ impl Config {
         self.start_up_deadline(limit).collective_deadline(limit).silence_deadline(limit)
     }
 
+    /// The device, by name: `cpu` or `null`.
+    pub fn device_name(&self) -> &str {
+        &self.device
+    }
+
     /// The number of ranks that the `ranks` key asks for.
     pub fn configured_ranks(&self) -> Option<usize> {
         self.ranks

@@ -3,6 +3,7 @@
 use toml::Value;
 
 use super::keys::KEYS;
+use super::parse::bad_value;
 use super::{Config, ConfigError, Credits, ScalerKind};
 use crate::actors::{Bucketing, Deadlines, Overlap, ScalerRule};
 
@@ -13,35 +14,62 @@ impl Config {
     /// # Errors
     /// [`ConfigError`] names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
+        self.validate_layer()?;
+        match self.dead().find(|(key, ..)| self.explicit.contains(key)) {
+            Some((key, _, reason)) => Err(ConfigError::Dead { key, reason: reason.to_owned() }),
+            None => Ok(()),
+        }
+    }
+
+    /// What must hold after every layer: a later one can bring a key to life, but not a value into range.
+    pub(super) fn validate_layer(&self) -> Result<(), ConfigError> {
         self.check_ranges()?;
         if self.explicit.contains("bucket_size") && self.explicit.contains("num_buckets") {
             return Err(ConfigError::Conflict { first: "bucket_size", second: "num_buckets" });
         }
-        let dead = |key: &'static str, because: bool, reason: &str| {
-            if because && self.explicit.contains(key) {
-                Err(ConfigError::Dead { key, reason: reason.to_owned() })
-            } else {
-                Ok(())
-            }
-        };
-        for key in ["credits", "credits_bytes", "first_gather"] {
-            dead(key, self.overlap == Overlap::None, "overlap = \"none\" gathers all before step returns")?;
-        }
-        for key in ["credits", "credits_bytes"] {
-            dead(key, self.overlap == Overlap::Chain, "overlap = \"chain\" has one gather in flight")?;
-        }
-        let null = self.device == "null";
-        dead("emulate", null, "device = \"null\" moves no bytes")?;
-        dead("max_norm", null, "device = \"null\" computes no norm")?;
-        dead("on_nonfinite", null, "device = \"null\" sees no gradient")?;
-        dead("on_nonfinite", self.scaler != ScalerKind::None, "with a loss scaler a non-finite gradient always skips")?;
-        dead("scaler.scale", self.scaler != ScalerKind::Constant, "only the constant scaler reads it")?;
-        for key in
-            ["scaler.initial", "scaler.min", "scaler.growth", "scaler.backoff", "scaler.interval", "scaler.hysteresis"]
-        {
-            dead(key, self.scaler != ScalerKind::Dynamic, "only the dynamic scaler reads it")?;
-        }
         Ok(())
+    }
+
+    /// The keys that nothing reads as things are, set or not: each with the key that makes it so, and why.
+    pub(super) fn dead(&self) -> impl Iterator<Item = (&'static str, &'static str, &'static str)> {
+        let none = (self.overlap == Overlap::None).then_some((
+            "overlap",
+            "overlap = \"none\" gathers all before step returns",
+            &["credits", "credits_bytes", "first_gather"][..],
+        ));
+        let chain = (self.overlap == Overlap::Chain).then_some((
+            "overlap",
+            "overlap = \"chain\" has one gather in flight",
+            &["credits", "credits_bytes"][..],
+        ));
+        let null = self.device == "null";
+        let emulate = null.then_some(("device", "device = \"null\" moves no bytes", &["emulate"][..]));
+        let max_norm = null.then_some(("device", "device = \"null\" computes no norm", &["max_norm"][..]));
+        let gradient = null.then_some(("device", "device = \"null\" sees no gradient", &["on_nonfinite"][..]));
+        let scaled = (self.scaler != ScalerKind::None).then_some((
+            "scaler.kind",
+            "with a loss scaler a non-finite gradient always skips",
+            &["on_nonfinite"][..],
+        ));
+        let constant = (self.scaler != ScalerKind::Constant).then_some((
+            "scaler.kind",
+            "only the constant scaler reads it",
+            &["scaler.scale"][..],
+        ));
+        let dynamic = (self.scaler != ScalerKind::Dynamic).then_some((
+            "scaler.kind",
+            "only the dynamic scaler reads it",
+            &[
+                "scaler.initial",
+                "scaler.min",
+                "scaler.growth",
+                "scaler.backoff",
+                "scaler.interval",
+                "scaler.hysteresis",
+            ][..],
+        ));
+        let rules = [none, chain, emulate, max_norm, gradient, scaled, constant, dynamic];
+        rules.into_iter().flatten().flat_map(|(by, why, keys)| keys.iter().map(move |key| (*key, by, why)))
     }
 
     /// Checks the config against the job it is to run with.
@@ -101,11 +129,7 @@ impl Config {
             if let Some(key) = KEYS.iter().find(|k| k.name == *name)
                 && (key.set)(&mut Self::default(), &value).is_none()
             {
-                return Err(ConfigError::BadValue {
-                    key: key.name.to_owned(),
-                    value: value.to_string(),
-                    expected: key.values.to_owned(),
-                });
+                return Err(bad_value(key.name, &value, key.values));
             }
         }
         Ok(())

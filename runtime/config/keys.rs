@@ -26,7 +26,7 @@ pub struct Key {
     pub(super) set: fn(&mut Config, &Value) -> Option<()>,
 }
 
-const SECONDS: &str = "seconds above 0";
+const SECONDS: &str = "seconds above 0 and below 1.8e19";
 
 /// Every key, in the order in which one meets them.
 pub const KEYS: &[Key] = &[
@@ -76,7 +76,7 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "credits",
-        values: "a number of buckets from 1, or \"unlimited\"",
+        values: "a number of buckets from 1 to 4294967294, or \"unlimited\"",
         default: "3",
         help: "how far gathers run ahead of what forward has entered; overlap window only",
         set: |c, v| {
@@ -149,7 +149,7 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "lr",
-        values: "a number from 0",
+        values: "a number from 0, below 3.4e38",
         default: "0.001",
         help: "learning rate of groups that do not set their own, until set_lr",
         set: |c, v| put(&mut c.lr, number(v, 0.0..f64::from(f32::MAX))),
@@ -166,14 +166,14 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "eps",
-        values: "a number above 0",
+        values: "a number from 1.2e-38, below 3.4e38",
         default: "1e-8",
         help: "added to the root of the second moment, for groups that do not set their own",
         set: |c, v| put(&mut c.eps, number(v, f64::from(f32::MIN_POSITIVE)..f64::from(f32::MAX))),
     },
     Key {
         name: "weight_decay",
-        values: "a number from 0",
+        values: "a number from 0, below 3.4e38",
         default: "0.01",
         help: "weight decay of groups that do not set their own",
         set: |c, v| put(&mut c.weight_decay, number(v, 0.0..f64::from(f32::MAX))),
@@ -187,7 +187,7 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "max_norm",
-        values: "a number from 0; 0 turns clipping off",
+        values: "a finite number from 0; 0 turns clipping off",
         default: "1.0",
         help: "gradients are scaled down to this norm; not on the null device",
         set: |c, v| put(&mut c.max_norm, number(v, 0.0..f64::INFINITY)),
@@ -251,28 +251,28 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "scaler.scale",
-        values: "a number above 0",
+        values: "a number from 1.2e-38, below 3.4e38",
         default: "65536",
         help: "the scale of the constant scaler",
         set: |c, v| put(&mut c.scale, scale(v)),
     },
     Key {
         name: "scaler.initial",
-        values: "a number above 0",
+        values: "a number from 1.2e-38, below 3.4e38",
         default: "4294967296",
         help: "the first scale of the dynamic scaler",
         set: |c, v| put(&mut c.initial, scale(v)),
     },
     Key {
         name: "scaler.min",
-        values: "a number above 0",
+        values: "a number from 1.2e-38, below 3.4e38",
         default: "1",
         help: "the smallest scale of the dynamic scaler",
         set: |c, v| put(&mut c.min, scale(v)),
     },
     Key {
         name: "scaler.growth",
-        values: "a number from 1",
+        values: "a number from 1, below 3.4e38",
         default: "2",
         help: "factor on the dynamic scale after `interval` good steps",
         set: |c, v| put(&mut c.growth, number(v, 1.0..f64::from(f32::MAX))),
@@ -286,21 +286,21 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "scaler.interval",
-        values: "a number of steps from 1",
+        values: "a number of steps from 1 to 4294967295",
         default: "1000",
         help: "good steps in a row before the dynamic scale grows",
         set: |c, v| put(&mut c.interval, u32::try_from(count(v)?).ok()),
     },
     Key {
         name: "scaler.hysteresis",
-        values: "a number of steps from 1",
+        values: "a number of steps from 1 to 2147483647",
         default: "2",
         help: "bad steps before the dynamic scale backs off; refilled by growth only",
         set: |c, v| put(&mut c.hysteresis, u32::try_from(count(v)?).ok().filter(|n| i32::try_from(*n).is_ok())),
     },
     Key {
         name: "steps_in_flight",
-        values: "a number of steps from 1",
+        values: "a number of steps from 1 to 4294967295",
         default: "2",
         help: "step blocks while this many outcomes are unknown",
         set: |c, v| put(&mut c.steps_in_flight, u32::try_from(count(v)?).ok()),

@@ -7,6 +7,9 @@ use toml::{Table, Value};
 use super::keys::{KEYS, Key};
 use super::{Config, ConfigError};
 
+/// Most characters of a value in a message.
+const LONGEST: usize = 60;
+
 impl Config {
     /// Reads TOML text. Keys that are left out keep their defaults.
     ///
@@ -27,12 +30,12 @@ impl Config {
     /// Reads a TOML file.
     ///
     /// # Errors
-    /// As [`Config::from_toml`], and [`ConfigError::Unreadable`].
+    /// [`ConfigError::Unreadable`], and [`ConfigError::File`] with what [`Config::from_toml`] says.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
         let path = path.as_ref();
         let text = std::fs::read_to_string(path)
             .map_err(|e| ConfigError::Unreadable { path: path.to_owned(), reason: e.to_string() })?;
-        Self::from_toml(&text)
+        Self::from_toml(&text).map_err(|reason| ConfigError::File { path: path.to_owned(), reason: Box::new(reason) })
     }
 
     /// Sets one key from text, as a command-line flag gives it: `set("credits", "4")`, `set("overlap", "chain")`.
@@ -51,18 +54,31 @@ impl Config {
             (_, Value::Table(inner)) if KEYS.iter().any(|k| in_table(k, name)) => {
                 inner.iter().try_for_each(|(key, value)| self.insert(&format!("{name}.{key}"), value))
             }
+            _ if KEYS.iter().any(|k| in_table(k, name)) => {
+                let keys: Vec<_> = KEYS.iter().filter_map(|k| k.name.strip_prefix(name)?.strip_prefix('.')).collect();
+                Err(bad_value(name, value, &format!("a table with keys of {}", keys.join(", "))))
+            }
             _ => {
                 let key = KEYS.iter().find(|k| k.name == name).ok_or_else(|| unknown(name))?;
-                (key.set)(self, value).ok_or_else(|| ConfigError::BadValue {
-                    key: name.to_owned(),
-                    value: value.to_string(),
-                    expected: key.values.to_owned(),
-                })?;
+                (key.set)(self, value).ok_or_else(|| bad_value(name, value, key.values))?;
                 self.explicit.insert(key.name);
                 Ok(())
             }
         }
     }
+}
+
+/// Names key and value, the value in a length that can be read.
+pub(super) fn bad_value(key: &str, value: &Value, expected: &str) -> ConfigError {
+    let mut value = match value {
+        // Debug is short where Display writes all digits.
+        Value::Float(x) => format!("{x:?}"),
+        _ => value.to_string(),
+    };
+    if value.chars().count() > LONGEST {
+        value = value.chars().take(LONGEST).chain("...".chars()).collect();
+    }
+    ConfigError::BadValue { key: key.to_owned(), value, expected: expected.to_owned() }
 }
 
 fn in_table(key: &Key, table: &str) -> bool {

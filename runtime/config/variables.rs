@@ -2,9 +2,11 @@
 //!
 //! Layers go defaults, file, variables, then builder methods and flags; each overrides the ones before it, key by key. Of
 //! `bucket_size` and `num_buckets`, which exclude each other, a later layer's one also drops the other one of an earlier
-//! layer. A variable counts as set explicitly (rule K1), and one that names no key is refused, since a misspelt one would
-//! be ignored in silence.
+//! layer; likewise a later layer's mode or device drops the keys of earlier layers that it never reads. A variable counts as
+//! set explicitly (rule K1, checked when all layers are there), and one that names no key is refused, since a misspelt one
+//! would be ignored in silence.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 
 use super::keys::{KEYS, Key};
@@ -31,7 +33,8 @@ impl Config {
     ///
     /// # Errors
     /// [`ConfigError::UnknownVariable`] with the nearest name as a hint, [`ConfigError::Variable`] for a value that does
-    /// not fit, and whatever [`Config::validate`] says of the result.
+    /// not fit, and keys that exclude each other. Keys that nothing reads are left to [`Config::validate`], since flags may
+    /// still bring them to life; planning and starting validate.
     pub fn from_env(base: Self) -> Result<Self, ConfigError> {
         Self::from_variables(base, std::env::vars_os())
     }
@@ -72,11 +75,12 @@ impl Config {
         // The system's order is anybody's; the first error must not be.
         layer.sort();
         let mut config = base;
-        config.drop_rivals(layer.iter().map(|(_, key, _)| *key));
+        let below = config.begin_layer(layer.iter().map(|(_, key, _)| *key));
         for (name, key, value) in layer {
             config.set(key, &value).map_err(|reason| ConfigError::Variable { name, reason: Box::new(reason) })?;
         }
-        config.validate()?;
+        config.end_layer(&below);
+        config.validate_layer()?;
         Ok(config)
     }
 
@@ -88,19 +92,33 @@ impl Config {
         &mut self,
         layer: impl IntoIterator<Item = (&'a str, &'a str)> + Clone,
     ) -> Result<(), ConfigError> {
-        self.drop_rivals(layer.clone().into_iter().map(|(key, _)| key));
-        layer.into_iter().try_for_each(|(key, value)| self.set(key, value))
+        let below = self.begin_layer(layer.clone().into_iter().map(|(key, _)| key));
+        layer.into_iter().try_for_each(|(key, value)| self.set(key, value))?;
+        self.end_layer(&below);
+        Ok(())
     }
 
-    /// Forgets the keys of earlier layers that exclude one of a new layer.
-    fn drop_rivals<'a>(&mut self, new: impl Iterator<Item = &'a str>) {
+    /// Forgets what the keys of a new layer replace; the keys that stay set by the layers below.
+    fn begin_layer<'a>(&mut self, new: impl Iterator<Item = &'a str>) -> BTreeSet<&'static str> {
         for key in new {
+            self.explicit.remove(if key == "scaler" { "scaler.kind" } else { key });
             for (_, rival) in RIVALS.iter().filter(|(one, _)| *one == key) {
                 self.explicit.remove(rival);
                 match *rival {
                     "bucket_size" => self.bucket_size = None,
                     _ => self.num_buckets = None,
                 }
+            }
+        }
+        self.explicit.clone()
+    }
+
+    /// Forgets that a layer below set a key which this layer's choice of mode or device leaves unread.
+    fn end_layer(&mut self, below: &BTreeSet<&'static str>) {
+        let overruled: Vec<_> = self.dead().filter(|(key, by, _)| below.contains(key) && !below.contains(by)).collect();
+        for (key, by, _) in overruled {
+            if self.explicit.contains(by) {
+                self.explicit.remove(key);
             }
         }
     }
