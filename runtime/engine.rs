@@ -18,6 +18,7 @@ use crate::actors::{Average, Busy, Element};
 use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
 use crate::config::{Config, ScalerKind, Unused};
 use crate::error::Error;
+use crate::gradients::Refused;
 use crate::guard::Read;
 use crate::lr::{Lr, usable};
 use crate::model::{ChunkId, GroupId, ParamInfo};
@@ -53,7 +54,6 @@ pub struct Engine {
     config: Config,
     lrs: Vec<Lr>,
     weight: f64,
-    stop: StopFlag,
     /// The first step whose outcome was not looked at yet.
     unknown_from: u64,
     /// Updated steps per group, as far as outcomes are known.
@@ -130,8 +130,8 @@ impl Engine {
         Ok(())
     }
 
-    /// This rank's weight (its token count, say) in the average of the next step, with `average = "weight"`. 0 is legal on
-    /// some ranks.
+    /// This rank's weight (its token count, say) in the average of the next steps, until set again, with `average = "weight"`.
+    /// 0 is legal on some ranks.
     ///
     /// # Errors
     /// Another way of averaging, or a weight that is negative or not finite.
@@ -146,14 +146,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Asks all ranks to stop: the outcome of the next step says so on every rank.
+    /// Asks all ranks to stop: the outcome of the next step says so on every rank. Where that outcome is an error, the steps
+    /// after it carry the wish on, until this rank has looked at an outcome that told it.
     pub fn request_stop(&self) {
-        self.stop.request();
+        self.shared.stop.flag.request();
     }
 
     /// The same wish as a handle, for other threads and signal handlers.
     pub fn stop_flag(&self) -> StopFlag {
-        self.stop.clone()
+        self.shared.stop.flag.clone()
     }
 
     /// Declares this rank busy, with an evaluation or a checkpoint, say, until what is returned is dropped. Peers that wait
@@ -210,12 +211,14 @@ impl Engine {
         {
             gradients.spoil(Spoiled::Unused { param: param.0 });
         }
-        let host = HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop: self.stop.take() };
+        let number = self.unknown_from + possible - 1;
+        let stop = self.shared.stop.carry(number);
+        let host = HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop };
         gradients.reset();
         tracing::debug!(
             target: "gatherflow::engine",
             rank = self.shared.rank,
-            step = self.unknown_from + possible - 1,
+            step = number,
             unwritten = leftovers.unwritten.len(),
             unfinished = leftovers.unfinished.len(),
             "step"
@@ -242,14 +245,20 @@ impl Engine {
     }
 
     /// Forgets the gradients written so far in this step, so that the next write overwrites. Never needed, and repeatable.
+    /// An abandoned gradient is forgotten too, and the step can be begun anew, unless its last microbatch has begun.
     /// With `first_gather = "zero_grad"` the gathers of the newest parameters start here.
     ///
     /// # Errors
     /// A gradient that is being written or is complete (its reduction may have begun), by name (SPEC P9).
     pub fn zero_grad(&mut self) -> Result<(), Error> {
         self.shared.check_open()?;
-        let forgotten = self.shared.gradients.forget_writes().map_err(|(param, _)| {
-            Error::misuse("its gradient is on its way already: call zero_grad before the last microbatch's backward, or not at all")
+        let forgotten = self.shared.gradients.forget_writes().map_err(|(param, refused)| {
+            Error::misuse(match refused {
+                Refused::GuardAlive => "a gradient guard of it is alive: complete it before zero_grad",
+                Refused::Complete => {
+                    "its gradient is on its way already: call zero_grad before the last microbatch's backward, or not at all"
+                }
+            })
                 .on_rank(self.rank())
                 .of_parameter(&*self.params()[param.index()].name)
         });
@@ -331,12 +340,13 @@ impl Engine {
         self.shared.session.counters()
     }
 
-    /// Times of the finished steps so far (of the last 100 000), summed up.
+    /// Times of the finished steps so far, as in [`Engine::times`], summed up.
     pub fn report(&mut self) -> Report {
         Report::of(self.times())
     }
 
-    /// Times of the finished steps so far, of the last 100 000.
+    /// Times of the finished steps so far, of the last 100 000. Call this (or [`Engine::report`]) at least every 128 steps to
+    /// have all of them: of steps that nobody asked about, only the newest 128 to 256 are kept.
     pub fn times(&mut self) -> &[StepTimes] {
         const KEPT: usize = 100_000;
         self.times.extend(self.shared.session.take_times());
@@ -345,18 +355,26 @@ impl Engine {
         &self.times
     }
 
-    /// Ends the run: waits for all pending gathers and tells the other ranks. Idempotent. Outcomes, times and counters
-    /// can still be read; everything else returns [`ErrorKind::Closed`](crate::ErrorKind::Closed).
+    /// Ends the run: waits for all pending gathers and tells the other ranks. Repeatable: it then says the same again.
+    /// Outcomes, times and counters can still be read; everything else returns
+    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed), or the first cause where there was one.
     ///
     /// # Errors
     /// A live owned guard, by the name of its parameter, or the first cause of a fatal failure.
     pub fn close(&mut self) -> Result<(), Error> {
-        if self.shared.is_closed() {
-            return Ok(());
+        if !self.shared.is_closed() {
+            self.shared.check_no_guards("close")?;
+            self.shared.close();
         }
-        self.shared.check_no_guards("close")?;
-        self.shared.close();
         Ok(self.shared.session.close()?)
+    }
+}
+
+impl Drop for Engine {
+    /// Owned guards and handles may live on elsewhere; the run ends here all the same.
+    fn drop(&mut self) {
+        self.shared.close();
+        self.shared.session.abandon();
     }
 }
 

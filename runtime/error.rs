@@ -189,6 +189,7 @@ impl From<Cause> for Error {
             FailureKind::Actor => ErrorKind::Actor,
             FailureKind::StartUp => ErrorKind::StartUp,
             FailureKind::Closed => ErrorKind::Closed,
+            FailureKind::Misuse => ErrorKind::Misuse,
             _ => ErrorKind::Device,
         };
         Self::new(kind, cause.message.clone()).with(|parts| {

@@ -99,6 +99,12 @@ impl Gradients {
         self.units[unit.index()].left.fetch_add(1, Ordering::SeqCst);
     }
 
+    /// Whether forward has entered the unit more often than backward has left it, in the last microbatch.
+    pub(crate) fn is_entered(&self, unit: UnitId) -> bool {
+        let uses = &self.units[unit.index()];
+        uses.entered.load(Ordering::SeqCst) != uses.left.load(Ordering::SeqCst)
+    }
+
     /// A write begins. `true` if it is the step's first.
     pub(crate) fn begin(&self, param: ParamId) -> Result<bool, Refused> {
         let mut slot = self.slots[param.index()].lock();
@@ -157,8 +163,8 @@ impl Gradients {
         slot.last_write.clone()
     }
 
-    /// Forgets what was written, so that the next write is the first. Refused once a gradient is complete or while a
-    /// guard is alive.
+    /// Forgets what was written, so that the next write is the first; and what was abandoned, unless the last microbatch has
+    /// begun, after which there is no writing it anew. Refused once a gradient is complete or while a guard is alive.
     pub(crate) fn forget_writes(&self) -> Result<(), (ParamId, Refused)> {
         for (index, slot) in self.slots.iter().enumerate() {
             let slot = slot.lock();
@@ -171,6 +177,9 @@ impl Gradients {
         }
         for slot in &self.slots {
             *slot.lock() = Slot::default();
+        }
+        if !self.last_passed.iter().any(|passed| passed.load(Ordering::SeqCst)) {
+            *self.spoiled.lock() = None;
         }
         Ok(())
     }

@@ -53,7 +53,7 @@ impl StepHandle {
     ///
     /// # Errors
     /// Not fatal: [`ErrorKind::NonFinite`], [`ErrorKind::Abandoned`], [`ErrorKind::Unused`], [`ErrorKind::NoWeight`]: the
-    /// step was skipped on every rank. Fatal: the first cause.
+    /// step was skipped on every rank; [`ErrorKind::Misuse`]: it is one of the newest 1024 no more. Fatal: the first cause.
     pub fn outcome(&self) -> Result<Outcome, Error> {
         let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
         judge(&shared, self.step, &*shared.session.outcome(self.step)?)
@@ -85,7 +85,7 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
                 ErrorKind::Abandoned,
                 rank,
                 Some(param),
-                "its gradient guard was dropped without complete; every rank skipped the step",
+                "its gradient was abandoned (a guard was dropped without complete, or a panic left backward); every rank skipped the step",
             ),
             Spoiled::Unused { param } => error(
                 ErrorKind::Unused,
@@ -103,6 +103,9 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
     if let Some((rank, param)) = report.nonfinite.filter(|_| report.nonfinite_is_error) {
         let message = "its gradient, summed over ranks and owned by this one, is not finite and the configuration says on_nonfinite = \"error\"; every rank skipped the step";
         return Err(error(ErrorKind::NonFinite, rank, Some(param), message));
+    }
+    if report.stop {
+        shared.stop.told(step);
     }
     Ok(Outcome {
         step,

@@ -2,6 +2,7 @@
 //!
 //! An [`OwnedPass`] belongs to one step and is refused by name once that step was taken. Its guards are counted per
 //! parameter; `step` returns an error naming the parameter while one lives (rule V3). It does not keep the engine alive.
+//! A panic through one in mid-pass spoils the step, as one through [`Back`](crate::Back) does.
 
 use std::sync::{Arc, Weak};
 
@@ -152,5 +153,16 @@ impl OwnedPass {
         ))
         .on_rank(shared.rank)
         .at_step(now))
+    }
+}
+
+impl Drop for OwnedPass {
+    fn drop(&mut self) {
+        if std::thread::panicking()
+            && self.mode == Mode::Train
+            && let Ok(shared) = self.current()
+        {
+            shared.abandon_pass(self.chunk, self.counts);
+        }
     }
 }

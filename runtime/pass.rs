@@ -85,7 +85,8 @@ impl<'e> Pass<'e> {
         Ok(UnitGuard { shared: self.shared, unit })
     }
 
-    /// Enters a unit in backward. Dropping what is returned, or [`Back::leave`], is leaving it.
+    /// Enters a unit in backward. Dropping what is returned, or [`Back::leave`], is leaving it; but where a panic drops it,
+    /// every rank skips the step, as with a gradient guard that is dropped without `complete`.
     ///
     /// # Errors
     /// A unit of another chunk, a pass for evaluation, or more backwards than forwards in the last microbatch.
@@ -158,6 +159,8 @@ impl UnitGuard<'_> {
 }
 
 /// A unit that backward has entered. Dropping it is leaving the unit: gradients that are complete by that go on their way.
+/// A panic through it spoils the step. An early return (`?`) does not, and what it did not write counts as zero: do not call
+/// `step` after it.
 #[derive(Debug)]
 pub struct Back<'p> {
     shared: &'p Shared,
@@ -209,7 +212,12 @@ impl Back<'_> {
 
 impl Drop for Back<'_> {
     fn drop(&mut self) {
-        if !self.left {
+        if self.left {
+            return;
+        }
+        if std::thread::panicking() {
+            self.shared.abandon_unit(self.unit);
+        } else {
             // A failure here is fatal and meets the caller's next call.
             let _ = self.shared.left(self.unit, self.counts);
         }

@@ -8,12 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use crate::actors::{
-    Access, AccessMode, BufRange, DType, Device, Element, Lease, ParamId, Session, Spoiled, StreamId, UnitId,
+    Access, AccessMode, BufRange, DType, Device, Element, FailureKind, Lease, ParamId, Session, Spoiled, StreamId,
+    UnitId,
 };
 use crate::error::Error;
 use crate::gradients::{Gradients, Refused};
 use crate::guard::WriteMode;
 use crate::model::{ChunkId, Model, ParamInfo, UnitInfo};
+use crate::stop::Wish;
 
 #[derive(Debug)]
 pub(crate) struct Shared {
@@ -28,6 +30,7 @@ pub(crate) struct Shared {
     live: Box<[AtomicU32]>,
     steps: AtomicU64,
     closed: AtomicBool,
+    pub(crate) stop: Wish,
 }
 
 impl Shared {
@@ -43,6 +46,7 @@ impl Shared {
             live: ids().map(|_| AtomicU32::new(0)).collect(),
             steps: AtomicU64::new(0),
             closed: AtomicBool::new(false),
+            stop: Wish::default(),
             session,
             model,
         }
@@ -54,7 +58,12 @@ impl Shared {
     }
 
     pub(crate) fn check_open(&self) -> Result<(), Error> {
-        if self.closed.load(Ordering::SeqCst) { Err(Error::closed().on_rank(self.rank)) } else { Ok(()) }
+        if !self.closed.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        // The end of the actors is one too.
+        let first = self.session.failed().filter(|cause| cause.kind != FailureKind::Closed);
+        Err(first.map_or_else(|| Error::closed().on_rank(self.rank), Error::from))
     }
 
     pub(crate) fn close(&self) {
@@ -180,7 +189,9 @@ impl Shared {
             Error::misuse(match refused {
                 Refused::GuardAlive => "a gradient guard of it is alive: complete it before asking for another",
                 Refused::Complete => {
-                    "its gradient is complete, since backward has left all its units: enter a unit as often as backward leaves it"
+                    "its gradient is complete: in the last microbatch, backward has left every unit that uses it as often as \
+                     forward had entered it. Let forward enter all of them, of every chunk, before backward leaves the last \
+                     one, and let backward of earlier microbatches come before"
                 }
             })
             .on_rank(self.rank)
@@ -229,6 +240,31 @@ impl Shared {
         self.gradients.spoil(Spoiled::Abandoned { param: param.0 });
         // A failure here is fatal and meets the caller's next call.
         let _ = self.end_write(param);
+    }
+
+    /// A panic goes through the unit's backward, whatever of its gradients is written by now.
+    pub(crate) fn abandon_unit(&self, unit: UnitId) {
+        let unit = &self.model.units[unit.index()];
+        tracing::warn!(
+            target: "gatherflow::gradients",
+            rank = self.rank,
+            step = self.steps(),
+            unit = %unit.name,
+            "a panic left backward; every rank will skip this step"
+        );
+        let trainable = unit.params.iter().find(|param| self.model.params()[param.index()].options.trainable);
+        // Without one the step is spoiled all the same, by no name.
+        self.gradients.spoil(Spoiled::Abandoned { param: trainable.map_or(u32::MAX, |param| param.0) });
+    }
+
+    /// A panic goes through a pass of this chunk: as [`Shared::abandon_unit`], for a unit that backward has not left. Uses are
+    /// counted in the last microbatch; of an earlier one, any unit may be such.
+    pub(crate) fn abandon_pass(&self, chunk: ChunkId, counts: bool) {
+        let units = self.model.units.iter().enumerate().filter(|(_, unit)| unit.chunk == chunk);
+        let mut ids = units.map(|(index, _)| UnitId::from_index(index));
+        if let Some(unit) = ids.find(|unit| !counts || self.gradients.is_entered(*unit)) {
+            self.abandon_unit(unit);
+        }
     }
 
     fn lease(&self, info: &ParamInfo, access: Access) -> Result<Lease, Error> {

@@ -95,6 +95,19 @@ fn a_write_after_completion_is_an_error_naming_the_parameter() {
 }
 
 #[test]
+fn a_last_microbatch_whose_backward_comes_first_is_told_the_order() {
+    let (engine, small) = solo(config());
+    let earlier = engine.owned_pass(small.chunk, 0, false, Mode::Train).unwrap();
+    let last = engine.owned_pass(small.chunk, 1, true, Mode::Train).unwrap();
+    last.enter(small.first).unwrap();
+    let mut gradient = last.grad::<f32>(small.tied).unwrap();
+    gradient.fill(1.0);
+    gradient.complete();
+    last.leave(small.first).unwrap();
+    misuse(earlier.grad::<f32>(small.tied), "let backward of earlier microbatches come before");
+}
+
+#[test]
 fn step_refuses_while_an_owned_guard_is_alive_and_goes_on_after() {
     let (mut engine, small) = solo(config());
     let owned = engine.owned_pass(small.chunk, 0, true, Mode::Train).unwrap();
@@ -163,6 +176,122 @@ fn zero_grad_is_optional_and_repeatable_until_a_gradient_is_complete() {
         bits(&engine)
     };
     assert_eq!(run(false), run(true));
+}
+
+#[test]
+fn zero_grad_names_a_live_guard_and_forgets_what_was_abandoned_while_the_step_can_begin_anew() {
+    let (mut engine, small) = solo(config());
+    let abandon = |engine: &gatherflow::Engine, last| {
+        let pass = engine.owned_pass(small.chunk, 0, last, Mode::Train).unwrap();
+        pass.enter(small.first).unwrap();
+        pass.grad::<f32>(small.tied).unwrap()
+    };
+    let guard = abandon(&engine, false);
+    misuse(engine.zero_grad(), "`tied`: a gradient guard of it is alive");
+    drop(guard);
+    engine.zero_grad().unwrap();
+    microbatch(&engine, &small, true, 1.0);
+    assert!(engine.step().unwrap().outcome().unwrap().updated);
+
+    drop(abandon(&engine, true));
+    engine.zero_grad().unwrap();
+    let error = engine.step().unwrap().outcome().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Abandoned, "{error}");
+}
+
+#[test]
+fn an_outcome_that_is_no_longer_kept_fails_nothing() {
+    let (mut engine, small) = solo(config());
+    let first = engine.step().unwrap();
+    for _ in 0..1100 {
+        engine.step().unwrap().outcome().unwrap();
+    }
+    misuse(first.outcome(), "there is no outcome of step 0");
+    microbatch(&engine, &small, true, 1.0);
+    assert!(engine.step().unwrap().outcome().unwrap().updated);
+}
+
+#[test]
+fn more_steps_in_flight_than_outcomes_are_kept_for_are_refused() {
+    for steps in [0, 65, u32::MAX] {
+        let config = config().steps_in_flight(steps);
+        let error = small::engine(gatherflow::Ranks::local(1).unwrap().remove(0), config).unwrap_err();
+        assert!(error.kind() == ErrorKind::Config && error.to_string().contains("steps_in_flight"), "{error}");
+    }
+    solo(config().steps_in_flight(64)).0.step().unwrap().outcome().unwrap();
+}
+
+/// Rank 0 drops its engine and keeps what `keep` gives it until rank 1 has learned of it.
+fn dropped_with<T>(keep: impl Fn(&mut gatherflow::Engine, &small::Small) -> T + Sync) {
+    let learned = std::sync::Barrier::new(2);
+    on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config()).unwrap();
+        if engine.rank() == 0 {
+            let kept = keep(&mut engine, &small);
+            drop(engine);
+            learned.wait();
+            drop(kept);
+        } else {
+            let begin = std::time::Instant::now();
+            let error = loop {
+                match engine.step().and_then(|handle| handle.outcome()) {
+                    Ok(_) => {}
+                    Err(error) => break error,
+                }
+            };
+            let took = begin.elapsed();
+            learned.wait();
+            assert!(took.as_secs() < 10, "after {took:?}, long before the deadline: {error}");
+            assert_eq!((error.kind(), error.rank()), (ErrorKind::RankLost, Some(0)), "{error}");
+        }
+    });
+}
+
+#[test]
+fn an_engine_that_is_dropped_leaves_at_once_whoever_holds_a_guard_of_it() {
+    dropped_with(|engine, small| {
+        let pass = engine.owned_pass(small.chunk, 0, true, Mode::Train).unwrap();
+        pass.enter(small.first).unwrap();
+        (pass.read::<f32>(small.frozen).unwrap(), pass.grad::<f32>(small.tied).unwrap())
+    });
+}
+
+#[test]
+fn an_engine_that_is_dropped_ends_the_wait_for_an_outcome_on_another_thread() {
+    on_ranks(2, |rank| {
+        let (mut engine, _) = small::engine(rank, config()).unwrap();
+        if engine.rank() == 1 {
+            std::thread::sleep(std::time::Duration::from_secs(2));
+            return;
+        }
+        let handle = engine.step().unwrap();
+        std::thread::scope(|scope| {
+            let begin = std::time::Instant::now();
+            let waits = scope.spawn(move || handle.outcome());
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            drop(engine);
+            let error = waits.join().unwrap().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
+            assert!(begin.elapsed().as_millis() < 1500, "{error}");
+        });
+    });
+}
+
+#[test]
+fn a_close_that_failed_says_so_again_and_so_does_every_call_after_it() {
+    on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config()).unwrap();
+        if engine.rank() == 0 {
+            return;
+        }
+        let first = engine.step().and_then(|handle| handle.outcome()).unwrap_err();
+        assert_eq!(first.kind(), ErrorKind::RankLost, "{first}");
+        let again = |error: Error| assert_eq!(error.to_string(), first.to_string());
+        again(engine.close().unwrap_err());
+        again(engine.close().unwrap_err());
+        again(engine.step().unwrap_err());
+        again(engine.read::<f32>(small.tied).unwrap_err());
+    });
 }
 
 #[test]

@@ -74,6 +74,59 @@ fn a_panic_in_the_middle_of_backward() {
 }
 
 #[test]
+fn a_panic_in_backward_between_two_gradients() {
+    one_bad_step(&config(), ErrorKind::Abandoned, Some("tied"), |engine, small| {
+        let engine = &*engine;
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+            pass.enter(small.first).unwrap();
+            pass.enter(small.second).unwrap();
+            small::write(&pass, small.second, &[small.own, small.tied], 1.0);
+            let _back = pass.backward(small.first).unwrap();
+            std::panic::resume_unwind(Box::new("user code"));
+        }));
+        assert!(panicked.is_err());
+    });
+}
+
+#[test]
+fn a_panic_in_the_middle_of_an_owned_pass() {
+    for last in [false, true] {
+        one_bad_step(&config(), ErrorKind::Abandoned, Some("tied"), |engine, small| {
+            let engine = &*engine;
+            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let pass = engine.owned_pass(small.chunk, 0, last, Mode::Train).unwrap();
+                pass.enter(small.first).unwrap();
+                pass.enter(small.second).unwrap();
+                let mut gradient = pass.grad::<f32>(small.own).unwrap();
+                gradient.fill(1.0);
+                gradient.complete();
+                pass.leave(small.second).unwrap();
+                std::panic::resume_unwind(Box::new("user code"));
+            }));
+            assert!(panicked.is_err());
+        });
+    }
+}
+
+#[test]
+fn a_panic_after_an_owned_pass_or_in_evaluation_spoils_nothing() {
+    let (mut engine, small) = small::solo(config());
+    for mode in [Mode::Eval, Mode::Train] {
+        let pass = engine.owned_pass(small.chunk, 0, true, mode).unwrap();
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+            pass.enter(small.first).unwrap();
+            if mode == Mode::Train {
+                pass.leave(small.first).unwrap();
+            }
+            std::panic::resume_unwind(Box::new("user code"));
+        }));
+        assert!(panicked.is_err());
+    }
+    assert!(engine.step().unwrap().outcome().unwrap().updated);
+}
+
+#[test]
 fn a_non_finite_gradient_where_the_policy_is_error() {
     one_bad_step(&config().on_nonfinite(OnNonFinite::Error), ErrorKind::NonFinite, Some("own"), |engine, small| {
         let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
@@ -143,6 +196,38 @@ fn a_wish_to_stop_reaches_every_rank_in_the_same_step() {
         stops
     });
     assert!(stops.iter().all(|s| *s == [false, true, false]), "{stops:?}");
+}
+
+#[test]
+fn a_wish_to_stop_outlives_a_step_that_ends_in_an_error() {
+    let stops = on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config()).unwrap();
+        if engine.rank() == 1 {
+            engine.request_stop();
+        } else {
+            let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+            pass.enter(small.first).unwrap();
+            drop(pass.backward(small.first).unwrap().grad::<f32>(small.tied).unwrap());
+        }
+        assert_eq!(engine.step().unwrap().outcome().unwrap_err().kind(), ErrorKind::Abandoned);
+        assert_eq!(engine.stop_flag().is_requested(), engine.rank() == 1);
+        let stops = [(); 2].map(|()| engine.step().unwrap().outcome().unwrap().stop);
+        engine.close().unwrap();
+        stops
+    });
+    assert!(stops.iter().all(|s| *s == [true, false]), "{stops:?}");
+}
+
+#[test]
+fn an_old_outcome_does_not_answer_a_new_wish_to_stop() {
+    let (mut engine, _) = small::solo(config());
+    engine.request_stop();
+    let handle = engine.step().unwrap();
+    assert!(handle.outcome().unwrap().stop);
+    engine.request_stop();
+    assert!(handle.outcome().unwrap().stop && engine.stop_flag().is_requested());
+    assert!(engine.step().unwrap().outcome().unwrap().stop);
+    assert!(!engine.stop_flag().is_requested());
 }
 
 #[test]

@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gatherflow_kernels::verdict::{HostVerdict, ScalerRule, VerdictRule};
-use gatherflow_kernels::{BufRange, Cause, Device, Event, StreamId, clock};
+use gatherflow_kernels::{BufRange, Cause, Device, Event, Failure, FailureKind, StreamId, clock};
 use parking_lot::Mutex;
 
 use crate::action::Edge;
@@ -278,36 +278,40 @@ impl Session {
         result
     }
 
+    /// Ends the session without a flush, unless it was closed: every wait ends, whoever holds the session, and peers that
+    /// wait for this rank learn that it left, and what it will never finish. Issues nothing and never panics.
+    pub fn abandon(&self) {
+        let rank = self.rank();
+        let message = format!("the engine of rank {rank} was dropped without `close`");
+        let cause: Cause = Arc::new(Failure::new(FailureKind::Closed, rank, message));
+        if self.closed.set(Err(cause.clone())).is_err() {
+            return;
+        }
+        self.hands.stopping.store(true, Ordering::SeqCst);
+        self.hands.face.fail(&cause);
+        // The actors end first: what the poison does to open events is then nobody's failure.
+        self.stop_actors();
+        self.hands.device.poison(cause);
+        self.hands.abandon();
+        self.hands.control.leave();
+    }
+
     fn stop(&self) {
+        self.stop_actors();
+        self.hands.control.leave();
+    }
+
+    fn stop_actors(&self) {
         self.hands.stopping.store(true, Ordering::SeqCst);
         let actors = self.actors.lock().take();
         if let Some(mut actors) = actors {
             actors.stop();
         }
-        self.hands.control.leave();
     }
 }
 
 impl Drop for Session {
-    /// Issues nothing and never panics. Without a close before it, peers that wait for this rank learn that it left, and
-    /// what it will never finish. The actors end first: what the poison does to open events is then nobody's failure.
     fn drop(&mut self) {
-        if self.closed.get().is_some() {
-            return;
-        }
-        let rank = self.rank();
-        let failure = gatherflow_kernels::Failure::new(
-            gatherflow_kernels::FailureKind::Closed,
-            rank,
-            format!("the engine of rank {rank} was dropped without `close`"),
-        );
-        self.hands.stopping.store(true, Ordering::SeqCst);
-        let actors = self.actors.lock().take();
-        if let Some(mut actors) = actors {
-            actors.stop();
-        }
-        self.hands.device.poison(Arc::new(failure));
-        self.hands.abandon();
-        self.hands.control.leave();
+        self.abandon();
     }
 }

@@ -46,7 +46,7 @@ pub(crate) struct Options {
     /// Close a bucket once it holds this many elements
     #[arg(long, value_name = "ELEMENTS", conflicts_with = "num_buckets")]
     bucket_size: Option<String>,
-    /// Cut into about this many buckets [default: 12]
+    /// Cut into about this many buckets [default: as many as give 12]
     #[arg(long, value_name = "N")]
     num_buckets: Option<String>,
     /// Reduce gradients during backward [default: true]
@@ -110,9 +110,6 @@ impl Options {
         prefer("lr", "0.002")?;
         if self.dtype == DType::F16 {
             prefer("scaler.kind", "dynamic")?;
-        }
-        if !config.is_explicit("bucket_size") && !config.is_explicit("num_buckets") {
-            config.set("num_buckets", "12").map_err(|e| e.to_string())?;
         }
         config.validate().map_err(|e| e.to_string())?;
         self.check(&config)?;

@@ -24,6 +24,22 @@ pub(crate) enum Failure {
     Broken(String),
 }
 
+/// Parameters are never split, so asking for 12 buckets may give fewer: without a word from the user, asks for as many as
+/// give 12.
+fn with_buckets(mut config: Config, model: &Model, ranks: usize) -> Result<Config, Error> {
+    const BUCKETS: usize = 12;
+    if config.is_explicit("bucket_size") || config.is_explicit("num_buckets") {
+        return Ok(config);
+    }
+    for asked in BUCKETS..=4 * BUCKETS {
+        config = config.num_buckets(asked);
+        if model.plan(ranks, &config)?.buckets().len() >= BUCKETS {
+            return Ok(config);
+        }
+    }
+    Ok(config.num_buckets(BUCKETS))
+}
+
 /// Trains and reports.
 ///
 /// # Errors
@@ -37,6 +53,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let mut model = Model::new();
     let gpt = Gpt::register(&mut model, shape, options.dtype).map_err(|e| refused(&e))?;
     let count = config.configured_ranks().unwrap_or(2);
+    let config = with_buckets(config, &model, count).map_err(|e| refused(&e))?;
     let plan = model.plan(count, &config).map_err(|e| refused(&e))?;
     let ranks = Ranks::with_config(count, &config).map_err(|e| refused(&e))?;
     if let Some(path) = &options.json {

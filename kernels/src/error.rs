@@ -25,6 +25,8 @@ pub enum FailureKind {
     StartUp,
     /// The engine was closed.
     Closed,
+    /// Something was asked for that is not there. Nothing has failed.
+    Misuse,
 }
 
 /// The first cause of a failure, as every waiter on every rank gets it.

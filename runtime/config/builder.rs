@@ -80,7 +80,7 @@ setters! {
     "scaler.interval": scaler_interval(steps: u32) |c, v| c.interval = v;
     /// `scaler.hysteresis`: bad steps before back-off (default 2).
     "scaler.hysteresis": scaler_hysteresis(steps: u32) |c, v| c.hysteresis = v;
-    /// `steps_in_flight`: step blocks while this many outcomes are unknown (default 2).
+    /// `steps_in_flight`: step blocks while this many outcomes are unknown, from 1 to 64 (default 2).
     "steps_in_flight": steps_in_flight(steps: u32) |c, v| c.steps_in_flight = v;
     /// `deadlines.start_up_s` (default 600 s).
     "deadlines.start_up_s": start_up_deadline(limit: Duration) |c, v| c.start_up = v;

@@ -300,10 +300,10 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "steps_in_flight",
-        values: "a number of steps from 1 to 4294967295",
+        values: "a number of steps from 1 to 64",
         default: "2",
         help: "step blocks while this many outcomes are unknown",
-        set: |c, v| put(&mut c.steps_in_flight, u32::try_from(count(v)?).ok()),
+        set: |c, v| put(&mut c.steps_in_flight, u32::try_from(count(v)?).ok().filter(|n| *n <= 64)),
     },
     Key {
         name: "deadlines.start_up_s",

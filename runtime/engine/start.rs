@@ -16,7 +16,6 @@ use crate::lr::Lr;
 use crate::model::{Group, Model, ParamInfo};
 use crate::ranks::Rank;
 use crate::shared::Shared;
-use crate::stop::StopFlag;
 
 /// A parameter's own memory, to be given its initial values.
 #[derive(Debug)]
@@ -140,7 +139,6 @@ impl Engine {
             config,
             lrs,
             weight: 1.0,
-            stop: StopFlag::default(),
             unknown_from: 0,
             known_t,
             times: Vec::new(),

@@ -387,7 +387,7 @@ impl Session {
             "there is no outcome of step {step}: {} steps were taken, and only the newest outcomes are kept",
             self.steps()
         );
-        Arc::new(Failure::new(FailureKind::Device, self.rank(), message).at_step(step))
+        Arc::new(Failure::new(FailureKind::Misuse, self.rank(), message).at_step(step))
     }
 
     /// The outcome of a step, if it is known.
