@@ -5,7 +5,7 @@ use std::io::{ErrorKind as IoErrorKind, IsTerminal, Write};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use gatherflow::{ErrorKind, Model, Overlap, Rank, Ranks};
+use gatherflow::{Config, Error, ErrorKind, Model, Overlap, Rank, Ranks};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
