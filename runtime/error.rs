@@ -22,7 +22,7 @@ pub enum ErrorKind {
     Misuse,
     /// The step was skipped on every rank: a gradient was not finite and the policy is `on_nonfinite = "error"`.
     NonFinite,
-    /// The step was skipped on every rank: a gradient guard was dropped without `complete`.
+    /// The step was skipped on every rank: a gradient guard was dropped without `complete`, or a panic left backward.
     Abandoned,
     /// The step was skipped on every rank: a parameter got no gradient and the policy is `unused = "error"`.
     Unused,

@@ -38,7 +38,7 @@ pub struct HostVerdict {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Spoiled {
-    /// A gradient guard of this parameter was dropped without `complete`.
+    /// A gradient guard of this parameter was dropped without `complete`, or a panic left the backward of its unit.
     Abandoned {
         /// The parameter's number in the plan.
         param: u32,
