@@ -46,7 +46,7 @@ pub(crate) struct Options {
     /// Close a bucket once it holds this many elements
     #[arg(long, value_name = "ELEMENTS", conflicts_with = "num_buckets")]
     bucket_size: Option<String>,
-    /// Cut into about this many buckets [default: as many as give 12]
+    /// Cut into about this many buckets [default: as many as give 12 and one per unit]
     #[arg(long, value_name = "N")]
     num_buckets: Option<String>,
     /// Reduce gradients during backward [default: true]

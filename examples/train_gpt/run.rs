@@ -24,20 +24,22 @@ pub(crate) enum Failure {
     Broken(String),
 }
 
-/// Parameters are never split, so asking for 12 buckets may give fewer: without a word from the user, asks for as many as
-/// give 12.
+/// Without a word from the user: 12 buckets, or as many as there are units, so that the gathers of the first units, under
+/// which there is little to hide them, are small. Parameters are never split, so it may take asking for more.
 fn with_buckets(mut config: Config, model: &Model, ranks: usize) -> Result<Config, Error> {
-    const BUCKETS: usize = 12;
     if config.is_explicit("bucket_size") || config.is_explicit("num_buckets") {
         return Ok(config);
     }
-    for asked in BUCKETS..=4 * BUCKETS {
+    let mut wanted = 12;
+    for asked in wanted..=4 * wanted {
         config = config.num_buckets(asked);
-        if model.plan(ranks, &config)?.buckets().len() >= BUCKETS {
-            return Ok(config);
+        let plan = model.plan(ranks, &config)?;
+        wanted = wanted.max(plan.units().len());
+        if plan.buckets().len() >= wanted {
+            break;
         }
     }
-    Ok(config.num_buckets(BUCKETS))
+    Ok(config)
 }
 
 /// Trains and reports.
