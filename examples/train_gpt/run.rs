@@ -27,15 +27,14 @@ pub(crate) enum Failure {
 /// Without a word from the user: 12 buckets, or as many as there are units, so that the gathers of the first units, under
 /// which there is little to hide them, are small. Parameters are never split, so it may take asking for more.
 fn with_buckets(mut config: Config, model: &Model, ranks: usize) -> Result<Config, Error> {
+    const FEWEST: usize = 12;
     if config.is_explicit("bucket_size") || config.is_explicit("num_buckets") {
         return Ok(config);
     }
-    let mut wanted = 12;
-    for asked in wanted..=4 * wanted {
+    for asked in FEWEST..=4 * FEWEST {
         config = config.num_buckets(asked);
         let plan = model.plan(ranks, &config)?;
-        wanted = wanted.max(plan.units().len());
-        if plan.buckets().len() >= wanted {
+        if plan.buckets().len() >= FEWEST.max(plan.units().len()) {
             break;
         }
     }
