@@ -11,10 +11,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use gatherflow_kernels::{Cause, Event, Failure, FailureKind};
+use gatherflow_kernels::{Cause, Event, Failure, FailureKind, clock::now_ns};
 use parking_lot::{Condvar, Mutex};
 
 use crate::action::{Publication, StepOutcome};
+use crate::patience::Patience;
 use crate::plan::BucketId;
 
 /// One fact about a bucket: the version it holds for, and the event behind it.
@@ -82,10 +83,9 @@ pub struct Face {
     put_off: AtomicUsize,
     lot: Mutex<Vec<Waker>>,
     changed: Condvar,
+    /// Of whoever waits in [`Face::wait_until`].
+    patience: Patience,
 }
-
-/// Polls before parking; short, because the thread waited for may need this core.
-const SPINS: u32 = 64;
 
 /// How many facts are published at most before those who wait for the first are woken.
 const PUT_OFF: usize = 8;
@@ -113,6 +113,7 @@ impl Face {
             put_off: AtomicUsize::new(0),
             lot: Mutex::new(Vec::new()),
             changed: Condvar::new(),
+            patience: Patience::default(),
         }
     }
 
@@ -237,12 +238,10 @@ impl Face {
         what: &dyn Fn() -> String,
         condition: impl Fn() -> Option<T>,
     ) -> Result<T, Cause> {
-        for _ in 0..SPINS {
-            if let Some(value) = condition() {
-                return Ok(value);
-            }
-            std::hint::spin_loop();
+        if let Some(value) = self.patience.look(&condition) {
+            return Ok(value);
         }
+        let from_ns = now_ns();
         let deadline = Instant::now() + limit;
         let mut lot = self.lot.lock();
         parked.fetch_add(1, Ordering::SeqCst);
@@ -261,6 +260,7 @@ impl Face {
         };
         parked.fetch_sub(1, Ordering::SeqCst);
         drop(lot);
+        self.patience.parked(from_ns);
         result
     }
 

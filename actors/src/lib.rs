@@ -34,6 +34,7 @@ mod issuer;
 pub mod lowering;
 mod machines;
 pub mod optimizer;
+mod patience;
 pub mod plan;
 pub mod prehook;
 mod recorder;

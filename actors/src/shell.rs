@@ -22,6 +22,7 @@ use crate::hands::{Hands, Post};
 use crate::issuer::Issuer;
 use crate::machines::Machines;
 use crate::optimizer::OptimizerMsg;
+use crate::patience::Patience;
 use crate::plan::BucketId;
 use crate::prehook::PreHookMsg;
 use crate::session::SessionConfig;
@@ -33,22 +34,21 @@ pub(crate) struct Directory {
     addresses: OnceLock<Addresses>,
     /// Letters so far.
     posted: AtomicU64,
+    patience: Patience,
+    /// When the actor thread last went to park.
+    parked_ns: AtomicU64,
 }
 
-/// Looks for a letter before the actor thread parks; short, because whoever writes one may need this core.
-const SPINS: u32 = 64;
-
 impl Directory {
-    /// Called when the actor thread has nothing to do: an executor that is quick writes the next letter at once, and parking
-    /// and waking would cost both sides more than that takes.
+    /// Called when the actor thread has nothing to do: an executor that is quick writes the next letter at once.
     fn linger(&self) {
         let seen = self.posted.load(Ordering::Relaxed);
-        for _ in 0..SPINS {
-            if self.posted.load(Ordering::Relaxed) != seen {
-                return;
-            }
-            std::hint::spin_loop();
-        }
+        self.patience.look(|| (self.posted.load(Ordering::Relaxed) != seen).then_some(()));
+        self.parked_ns.store(clock::now_ns(), Ordering::Relaxed);
+    }
+
+    fn wake(&self) {
+        self.patience.parked(self.parked_ns.load(Ordering::Relaxed));
     }
 }
 
@@ -291,13 +291,14 @@ impl ActorThread {
         let rank = hands.control.rank();
         let (deadlines, warning) = (config.deadlines, config.busy_warning);
         let failed = |reason: String| Arc::new(Failure::new(FailureKind::StartUp, rank, reason));
-        let (idle, face) = (directory.clone(), hands.face.clone());
+        let (idle, awake, face) = (directory.clone(), directory.clone(), hands.face.clone());
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_time()
             .on_thread_park(move || {
                 face.wake_for_facts();
                 idle.linger();
             })
+            .on_thread_unpark(move || awake.wake())
             .build()
             .map_err(|e| failed(format!("cannot start the actors' runtime: {e}")))?;
         let (started, start) = crossbeam_channel::bounded(1);
