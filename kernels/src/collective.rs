@@ -114,11 +114,13 @@ pub struct HostMemory {
     pub recv_bytes: usize,
 }
 
-/// When a transfer began on the clock of [`crate::clock`].
+/// When a transfer ran, on the clock of [`crate::clock`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Transfer {
     /// All ranks had reached the collective.
     pub begin_ns: u64,
+    /// It was over. Not in the future.
+    pub end_ns: u64,
 }
 
 /// Runs collectives between ranks. A device is built over one.
@@ -131,14 +133,15 @@ pub trait Transport: Send + Sync + std::fmt::Debug {
     /// collectives are issued inline, else by the issuing thread.
     fn may_block(&self) -> bool;
     /// Runs one collective to its end, on the calling (stream) thread: when it returns, the output is valid and peers
-    /// are done with this rank's memory.
+    /// are done with this rank's memory. `reached_ns` is when the stream had nothing left to do before it; the thread may
+    /// have woken later, which a transport that emulates a link does not count.
     ///
     /// # Errors
     /// [`CommError`]; in every case peers no longer touch `memory` afterwards.
     ///
     /// # Safety
     /// `memory` must be valid for its lengths, and nobody else may touch it, until this returns.
-    unsafe fn run(&self, collective: &Collective, memory: &HostMemory) -> Result<Transfer, CommError>;
+    unsafe fn run(&self, collective: &Collective, memory: &HostMemory, reached_ns: u64) -> Result<Transfer, CommError>;
     /// Ends every collective that waits for a peer, now and later, with this cause.
     fn abort(&self, cause: &Cause);
 }

@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::buffer::{BufRange, Buffer};
+use crate::clock::now_ns;
 use crate::collective::{Collective, IssueRight, Transport};
 use crate::device::{Access, AccessMode, Device, Mark, Span, StreamId, StreamKind};
 use crate::error::{Cause, DeviceError, FailureKind, LeaseError};
@@ -83,7 +84,10 @@ impl CpuDevice {
     }
 
     fn submit(&self, on: StreamId, work: Work) -> Result<(), DeviceError> {
-        if on == EXECUTOR { self.state.run(None, &work) } else { self.send(on, Item::Work(work)) }
+        if on == EXECUTOR {
+            return self.state.run(None, &work, now_ns()).map(drop);
+        }
+        self.send(on, Item::Work(work, now_ns()))
     }
 
     fn try_record(&self, on: StreamId) -> Result<Event, DeviceError> {

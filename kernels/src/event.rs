@@ -4,7 +4,7 @@
 //! the event. An event that is already done carries no allocation.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -39,6 +39,7 @@ pub struct Completer(Arc<Signal>);
 #[derive(Debug)]
 struct Signal {
     state: AtomicU8,
+    over_ns: AtomicU64,
     ended: Mutex<Ended>,
     changed: Condvar,
 }
@@ -73,6 +74,7 @@ impl Event {
     pub fn pending(id: u64) -> (Self, Completer) {
         let signal = Arc::new(Signal {
             state: AtomicU8::new(PENDING),
+            over_ns: AtomicU64::new(0),
             ended: Mutex::new(Ended::default()),
             changed: Condvar::new(),
         });
@@ -87,6 +89,12 @@ impl Event {
     /// Whether the work before it is done (not failed). One atomic load at most.
     pub fn is_done(&self) -> bool {
         self.signal.as_ref().is_none_or(|s| s.state.load(Ordering::Acquire) == DONE)
+    }
+
+    /// When the work before a done event was over, on the clock of [`crate::clock`]; 0 where nobody said. A thread may have
+    /// woken later to end the event.
+    pub fn over_ns(&self) -> u64 {
+        self.signal.as_ref().map_or(0, |s| s.over_ns.load(Ordering::Acquire))
     }
 
     /// How it stands.
@@ -151,6 +159,12 @@ impl Completer {
     /// Ends the event as done. Later ends of the same event change nothing.
     pub fn complete(&self) {
         self.0.end(&Ok(()));
+    }
+
+    /// As [`Completer::complete`], and says when the work was over.
+    pub fn complete_at(&self, over_ns: u64) {
+        self.0.over_ns.store(over_ns, Ordering::Release);
+        self.complete();
     }
 
     /// Ends the event as failed. Later ends of the same event change nothing.

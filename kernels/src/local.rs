@@ -18,6 +18,7 @@ mod shape;
 
 use std::sync::Arc;
 
+use crate::clock::now_ns;
 use crate::collective::{Collective, HostMemory, Transfer, Transport};
 use crate::error::{Cause, CommError, DeviceError};
 use copy::Post;
@@ -102,16 +103,16 @@ impl Transport for LocalTransport {
         false
     }
 
-    unsafe fn run(&self, collective: &Collective, memory: &HostMemory) -> Result<Transfer, CommError> {
+    unsafe fn run(&self, collective: &Collective, memory: &HostMemory, reached_ns: u64) -> Result<Transfer, CommError> {
         let shape = Shape::of(collective, memory, self.rank, self.world.ranks)?;
         let meetings = &self.world.meetings;
         let post = Post { send: memory.send, recv: memory.recv };
-        let met = meetings.join(self.rank, collective.key, shape, post)?;
+        let met = meetings.join(self.rank, collective.key, shape, post, reached_ns)?;
         // SAFETY: all ranks have posted memory that fits this shape (`Shape::of`, `join` compares shapes). Each rank's
         // caller keeps it valid and untouched until its `run` returns, which is after `leave`, which waits for all.
         unsafe { copy::mine(shape, self.rank, &met.posts) };
         meetings.leave(self.rank, collective.key.seq, &met)?;
-        Ok(Transfer { begin_ns: met.begin_ns })
+        Ok(Transfer { begin_ns: met.begin_ns, end_ns: met.end_ns.unwrap_or_else(now_ns) })
     }
 
     fn abort(&self, cause: &Cause) {

@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use super::execute::execute;
 use super::inject::{BeforeWork, Inject};
 use crate::clock::now_ns;
-use crate::collective::{Collective, CollectiveKey, CollectiveKind, CollectiveOp, HostMemory, Transport};
+use crate::collective::{Collective, CollectiveKey, CollectiveKind, CollectiveOp, HostMemory, Transfer, Transport};
 use crate::device::Span;
 use crate::error::{Cause, CommError, DeviceError, Failure, FailureKind};
 use crate::event::Completer;
@@ -96,10 +96,11 @@ impl State {
         self.transport.abort(cause);
     }
 
-    /// Runs work on this thread, which is that of the lane if one is given. What goes wrong, a panic included, poisons the device.
-    pub(super) fn run(&self, lane: Option<&Lane>, work: &Work) -> Result<(), DeviceError> {
+    /// Runs work on this thread, which is that of the lane if one is given, and says when it was over. `reached_ns` is when
+    /// its turn came. What goes wrong, a panic included, poisons the device.
+    pub(super) fn run(&self, lane: Option<&Lane>, work: &Work, reached_ns: u64) -> Result<u64, DeviceError> {
         self.check()?;
-        let result = catch_unwind(AssertUnwindSafe(|| self.try_run(lane, work))).unwrap_or_else(|panic| {
+        let result = catch_unwind(AssertUnwindSafe(|| self.try_run(lane, work, reached_ns))).unwrap_or_else(|panic| {
             Err(DeviceError::BadWork { work: work.name(), reason: format!("panic: {}", panic_text(&*panic)) })
         });
         if let Err(error) = &result {
@@ -108,10 +109,13 @@ impl State {
         result
     }
 
-    fn try_run(&self, lane: Option<&Lane>, work: &Work) -> Result<(), DeviceError> {
+    fn try_run(&self, lane: Option<&Lane>, work: &Work, mut reached_ns: u64) -> Result<u64, DeviceError> {
         match self.before_work.as_ref().map_or(Inject::Nothing, |hook| (hook.0)(work)) {
             Inject::Nothing => {}
-            Inject::Delay(time) => std::thread::sleep(time),
+            Inject::Delay(time) => {
+                std::thread::sleep(time);
+                reached_ns = now_ns();
+            }
             Inject::Fail(reason) => return Err(DeviceError::BadWork { work: work.name(), reason }),
             Inject::Panic => panic!("injected"),
         }
@@ -122,14 +126,16 @@ impl State {
                 if let Some(lane) = lane {
                     lane.begun.store(collective.key.seq + 1, Ordering::Release);
                 }
-                self.collective(collective, &holds)
+                self.collective(collective, &holds, reached_ns)
             }
-            work => execute(work, &mut holds),
+            work => {
+                execute(work, &mut holds)?;
+                Ok(now_ns())
+            }
         }
     }
 
-    fn collective(&self, collective: &Collective, holds: &Holds) -> Result<(), DeviceError> {
-        let reached_ns = now_ns();
+    fn collective(&self, collective: &Collective, holds: &Holds, reached_ns: u64) -> Result<u64, DeviceError> {
         let (send, recv) = match &collective.op {
             CollectiveOp::AllGather { send, recv } | CollectiveOp::ReduceScatter { send, recv, .. } => (*send, *recv),
             CollectiveOp::Broadcast { range, .. } => (*range, *range),
@@ -141,14 +147,15 @@ impl State {
             recv_bytes: recv.bytes(),
         };
         // SAFETY: `holds` keeps both ranges alive and everyone else away from them until it is dropped, after this.
-        let transfer = unsafe { self.transport.run(collective, &memory) }?;
-        let span = Span { key: collective.key, reached_ns, begin_ns: transfer.begin_ns, end_ns: now_ns() };
+        let transfer = unsafe { self.transport.run(collective, &memory, reached_ns) }?;
+        let Transfer { begin_ns, end_ns } = transfer;
+        let span = Span { key: collective.key, reached_ns, begin_ns, end_ns };
         let mut spans = self.spans.lock();
         if spans.len() == MOST_SPANS {
             spans.drain(..MOST_SPANS / 2);
         }
         spans.push(span);
-        Ok(())
+        Ok(end_ns)
     }
 
     pub(super) fn drain_spans(&self, into: &mut Vec<Span>) {

@@ -22,8 +22,8 @@ const LOOK: Duration = Duration::from_millis(50);
 /// Something on the queue.
 #[derive(Debug)]
 pub(super) enum Item {
-    /// To run.
-    Work(Work),
+    /// To run, and when it was sent.
+    Work(Work, u64),
     /// To wait for.
     Wait(Event),
     /// The oldest open event of the lane is due.
@@ -89,8 +89,10 @@ impl Closing {
 }
 
 fn serve(state: &State, lane: usize, queue: &Receiver<Item>) {
+    // When everything taken so far was over. A stream goes on by itself, so the thread's own late waking is not in it.
+    let mut over_ns = 0;
     for item in queue {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| take(state, lane, item))) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| take(state, lane, item, &mut over_ns))) {
             let text = format!("panic in the callback of an event: {}", panic_text(&*panic));
             state.poison(&Arc::new(state.failure(FailureKind::Device, text)));
         }
@@ -98,15 +100,21 @@ fn serve(state: &State, lane: usize, queue: &Receiver<Item>) {
     }
 }
 
-fn take(state: &State, lane: usize, item: Item) {
+fn take(state: &State, lane: usize, item: Item, over_ns: &mut u64) {
     match item {
         // An error has poisoned the device already.
-        Item::Work(work) => drop(state.run(Some(&state.lanes[lane]), &work)),
+        Item::Work(work, sent_ns) => {
+            let reached_ns = sent_ns.max(*over_ns);
+            *over_ns = state.run(Some(&state.lanes[lane]), &work, reached_ns).unwrap_or(reached_ns);
+        }
         Item::Wait(event) => {
             while state.failed().is_none() {
                 match event.wait_for(LOOK) {
                     None => {}
-                    Some(Ok(())) => return,
+                    Some(Ok(())) => {
+                        *over_ns = event.over_ns().max(*over_ns);
+                        return;
+                    }
                     Some(Err(cause)) => state.poison(&cause),
                 }
             }
@@ -114,7 +122,7 @@ fn take(state: &State, lane: usize, item: Item) {
         Item::Complete => {
             let completer = state.lanes[lane].open.lock().pop_front();
             match (completer, state.failed()) {
-                (Some(completer), None) => completer.complete(),
+                (Some(completer), None) => completer.complete_at(*over_ns),
                 (Some(completer), Some(cause)) => completer.fail(cause),
                 (None, _) => {}
             }

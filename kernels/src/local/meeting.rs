@@ -2,9 +2,9 @@
 //!
 //! One lock guards the table; each meeting has its own condition variable, so ranks that wait for different collectives
 //! do not wake each other. Nothing spins and nothing sleeps with the lock held. The modelled clock of the emulated link
-//! is part of the table: per rank and direction the time at which it is free again. A transfer starts when all ranks have
-//! arrived and all directions it needs are free, and ends by the model, never by "now plus duration", so that late
-//! wake-ups do not add up.
+//! is part of the table: per rank and direction the time at which it is free again. A transfer starts when all ranks'
+//! streams have reached it and all directions it needs are free, and ends by the model, never by "now plus duration": a
+//! link goes on by itself, so neither a thread that wakes late nor one that arrives late for that reason slows it down.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -44,6 +44,8 @@ struct Meeting {
     first: usize,
     posts: Vec<Option<Post>>,
     arrived: usize,
+    /// When the last rank's stream reached it.
+    reached_ns: u64,
     done: usize,
     left: usize,
     met: Option<Met>,
@@ -58,7 +60,7 @@ pub(super) struct Met {
     /// When the transfer begins.
     pub(super) begin_ns: u64,
     /// When it ends, if a link is emulated.
-    end_ns: Option<u64>,
+    pub(super) end_ns: Option<u64>,
 }
 
 /// Two ranks, and what each brought.
@@ -82,7 +84,14 @@ impl Meetings {
     ///
     /// # Errors
     /// [`CommError`]; then the memory is withdrawn.
-    pub(super) fn join(&self, rank: usize, key: CollectiveKey, shape: Shape, post: Post) -> Result<Met, CommError> {
+    pub(super) fn join(
+        &self,
+        rank: usize,
+        key: CollectiveKey,
+        shape: Shape,
+        post: Post,
+        reached_ns: u64,
+    ) -> Result<Met, CommError> {
         let mut table = self.table.lock();
         table.may_go_on(rank)?;
         let ranks = table.aborted.len();
@@ -101,10 +110,12 @@ impl Meetings {
         }
         meeting.posts[rank] = Some(post);
         meeting.arrived += 1;
+        meeting.reached_ns = meeting.reached_ns.max(reached_ns);
         let changed = meeting.changed.clone();
         if meeting.arrived == ranks {
             let posts = meeting.posts.iter().flatten().copied().collect();
-            let (begin_ns, end_ns) = self.book(&mut table.free_ns, shape);
+            let reached_ns = meeting.reached_ns;
+            let (begin_ns, end_ns) = self.book(&mut table.free_ns, shape, reached_ns);
             let met = Met { posts, begin_ns, end_ns };
             if let Some(meeting) = table.open.get_mut(&key.seq) {
                 meeting.met = Some(met.clone());
@@ -172,16 +183,15 @@ impl Meetings {
     }
 
     /// Takes the directions of the link that the shape needs: when the transfer begins and ends.
-    fn book(&self, free_ns: &mut [[u64; 2]], shape: Shape) -> (u64, Option<u64>) {
-        let now = now_ns();
-        let Some(link) = self.link else { return (now, None) };
+    fn book(&self, free_ns: &mut [[u64; 2]], shape: Shape, reached_ns: u64) -> (u64, Option<u64>) {
+        let Some(link) = self.link else { return (now_ns(), None) };
         let ranks = free_ns.len();
         let needs = |rank: usize, direction: usize| match shape {
             Shape::AllGather { .. } | Shape::ReduceScatter { .. } => true,
             Shape::Broadcast { root, .. } => (rank == root) == (direction == SENDS),
         };
         let needed = || (0..ranks).flat_map(|r| [(r, SENDS), (r, RECEIVES)]).filter(|&(r, d)| needs(r, d));
-        let begin = needed().map(|(r, d)| free_ns[r][d]).fold(now, u64::max);
+        let begin = needed().map(|(r, d)| free_ns[r][d]).fold(reached_ns, u64::max);
         let end = begin.saturating_add(link.cost_ns(shape.wire_bytes(ranks)));
         for (r, d) in needed() {
             free_ns[r][d] = end;
@@ -247,6 +257,7 @@ impl Meeting {
             first,
             posts: vec![None; ranks],
             arrived: 0,
+            reached_ns: 0,
             done: 0,
             left: 0,
             met: None,

@@ -7,6 +7,7 @@ use half::{bf16, f16};
 
 use super::*;
 use crate::buffer::{BufRange, BufferId};
+use crate::clock::now_ns;
 use crate::collective::{CollectiveKey, CollectiveKind, CollectiveOp};
 use crate::dtype::{DType, Element};
 use crate::error::{Failure, FailureKind};
@@ -43,7 +44,7 @@ fn apart<S, R>(
         recv_bytes: size_of_val(recv),
     };
     // SAFETY: both slices are borrowed until the call returns.
-    unsafe { transport.run(collective, &memory) }
+    unsafe { transport.run(collective, &memory, now_ns()) }
 }
 
 /// Runs a collective whose smaller range is slot `rank` of `all`; `gathers` says which of the two is sent.
@@ -64,7 +65,7 @@ fn in_place<T>(
         HostMemory { send: start, send_bytes: bytes, recv: slot, recv_bytes: part }
     };
     // SAFETY: the slice is borrowed until the call returns.
-    unsafe { transport.run(collective, &memory) }
+    unsafe { transport.run(collective, &memory, now_ns()) }
 }
 
 /// Runs `body` on one thread per rank; the results in rank order.
@@ -166,7 +167,7 @@ fn a_broadcast_brings_the_roots_bytes() {
                 let memory = HostMemory { send: start, send_bytes: 777, recv: start, recv_bytes: 777 };
                 let collective = Collective { key: key(root as u64, 0), op: broadcast(root) };
                 // SAFETY: the vector lives until the call returns.
-                unsafe { transport.run(&collective, &memory) }.unwrap();
+                unsafe { transport.run(&collective, &memory, now_ns()) }.unwrap();
                 bytes
             });
             assert!(got.iter().flatten().all(|&byte| byte == root as u8));
@@ -291,7 +292,7 @@ fn memory_that_does_not_fit_is_refused() {
     // In place is slot 1 here; this is slot 0.
     let memory = HostMemory { send: start, send_bytes: 8, recv: start, recv_bytes: 16 };
     // SAFETY: the array lives until the call returns.
-    let error = unsafe { transport.run(&Collective { key: key(0, 0), op: gather() }, &memory) }.unwrap_err();
+    let error = unsafe { transport.run(&Collective { key: key(0, 0), op: gather() }, &memory, now_ns()) }.unwrap_err();
     assert!(error.to_string().contains("in place"), "{error}");
 }
 
@@ -364,10 +365,33 @@ fn a_broadcast_needs_one_direction_and_moves_everything_once() {
         let memory = HostMemory { send: start, send_bytes: 5000, recv: start, recv_bytes: 5000 };
         let collective = Collective { key: key(seq, 0), op: broadcast(root) };
         // SAFETY: the vector lives until the call returns.
-        unsafe { transport.run(&collective, &memory) }.unwrap().begin_ns
+        unsafe { transport.run(&collective, &memory, now_ns()) }.unwrap().begin_ns
     };
     let begins = on_ranks(&world, |transport| [run(transport, 0, 0), run(transport, 1, 0)]);
     assert!(begins[2][1] - begins[2][0] >= 6_000_000, "latency 1 ms and 5 ms for 5000 bytes");
+}
+
+#[test]
+fn a_thread_that_wakes_late_does_not_slow_down_the_link() {
+    let world = LocalWorld::new(2, Some(SLOW)).unwrap();
+    let transfers = on_ranks(&world, |transport| {
+        let mut all = vec![0_u8; 8000];
+        let mut run = |seq, reached_ns| {
+            let start = all.as_mut_ptr();
+            let send = start.wrapping_add(4000 * transport.rank());
+            let memory = HostMemory { send, send_bytes: 4000, recv: start, recv_bytes: 8000 };
+            let collective = Collective { key: key(seq, 0), op: gather() };
+            // SAFETY: the vector lives until the call returns, and nobody else has it.
+            unsafe { transport.run(&collective, &memory, reached_ns) }.unwrap()
+        };
+        let first = run(0, now_ns());
+        std::thread::sleep(Duration::from_millis(3));
+        let late = run(1, first.end_ns);
+        (first, late)
+    });
+    let (first, late) = transfers[0];
+    assert_eq!(late.begin_ns, first.end_ns, "its stream had reached it by then");
+    assert_eq!(late.end_ns, late.begin_ns + 5_000_000);
 }
 
 #[test]

@@ -186,6 +186,11 @@ fn twenty_gathers_of_five_milliseconds_take_a_hundred() {
     }
     let begins = |spans: &[crate::Span]| spans.iter().map(|span| span.begin_ns).collect::<Vec<_>>();
     assert_eq!(begins(&spans[0]), begins(&spans[1]));
+    for i in 1..20 {
+        let reached = spans[0][i].reached_ns.max(spans[1][i].reached_ns);
+        assert_eq!(spans[0][i].begin_ns, reached.max(spans[0][i - 1].end_ns), "the link waits for no thread: {i}");
+        assert_eq!(spans[0][i].end_ns, spans[0][i].begin_ns + 5_000_000);
+    }
 }
 
 #[test]
