@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use crate::actors::{Average, Busy, Element};
+use crate::actors::{Average, Busy, Element, Fnv};
 use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
 use crate::config::{Config, ScalerKind, Unused};
 use crate::error::Error;
@@ -325,14 +325,12 @@ impl Engine {
     /// The first cause of a fatal failure.
     pub fn params_hash(&self) -> Result<u64, Error> {
         self.ensure_params_ready()?;
-        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let mut hash = Fnv::new();
         for info in self.params() {
             let lease = self.shared.lease_bytes(info.id)?;
-            for byte in lease.as_bytes() {
-                hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
-            }
+            hash.bytes(lease.as_bytes());
         }
-        Ok(hash)
+        Ok(hash.finish())
     }
 
     /// Totals of this rank: gathers, reduces, skipped steps, bytes gathered ahead of demand at most.

@@ -3,6 +3,7 @@
 //! A pure function of the plan and the verdicts: per step the reduces by place descending, the small all-gather, and, if
 //! the step was updated, the gathers by place ascending. Nothing here decides *when*; the cursor only says which is next.
 
+use gatherflow_kernels::fnv::Fnv;
 use gatherflow_kernels::{CollectiveKey, CollectiveKind, DType};
 
 use crate::plan::BucketId;
@@ -74,7 +75,7 @@ impl Sequence {
     /// A cursor at step 0. `wire` is indexed by bucket; `first_seq` is the number of collectives issued before.
     pub fn new(order: Vec<BucketId>, wire: Vec<WireBucket>, small_bytes: u64, first_seq: u64) -> Self {
         let phase = if order.is_empty() { Phase::Small } else { Phase::Reduces(0) };
-        Self { order, wire, small_bytes, step: 0, phase, seq: first_seq, digest: FNV_BASIS }
+        Self { order, wire, small_bytes, step: 0, phase, seq: first_seq, digest: Fnv::BASIS }
     }
 
     /// What is next.
@@ -150,15 +151,12 @@ impl Sequence {
     }
 }
 
-const FNV_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
-const FNV_PRIME: u64 = 0x0000_0100_0000_01b3;
-
 /// FNV-1a over the words of an entry, whole words at a time and each turned so that high bits reach low ones: cheap, the same
 /// everywhere, and order-sensitive.
 pub fn digest_of(digest: u64, key: &CollectiveKey) -> u64 {
     let head = (key.kind as u64) << 40 | (key.dtype as u64) << 32 | u64::from(key.bucket);
     let words = [key.seq, head, key.bytes, key.version];
-    words.into_iter().fold(digest, |digest, word| (digest ^ word).wrapping_mul(FNV_PRIME).rotate_left(29))
+    words.into_iter().fold(digest, |digest, word| (digest ^ word).wrapping_mul(Fnv::PRIME).rotate_left(29))
 }
 
 #[cfg(test)]
@@ -216,8 +214,8 @@ mod tests {
         let key =
             CollectiveKey { seq: 0, kind: CollectiveKind::Reduce, bucket: 1, bytes: 8, dtype: DType::F32, version: 0 };
         let other = CollectiveKey { bucket: 2, ..key };
-        let forward = digest_of(digest_of(FNV_BASIS, &key), &other);
-        let backward = digest_of(digest_of(FNV_BASIS, &other), &key);
+        let forward = digest_of(digest_of(Fnv::BASIS, &key), &other);
+        let backward = digest_of(digest_of(Fnv::BASIS, &other), &key);
         assert_ne!(forward, backward);
         for changed in [
             CollectiveKey { seq: 1, ..key },
@@ -226,7 +224,7 @@ mod tests {
             CollectiveKey { dtype: DType::F16, ..key },
             CollectiveKey { version: 1, ..key },
         ] {
-            assert_ne!(digest_of(FNV_BASIS, &key), digest_of(FNV_BASIS, &changed));
+            assert_ne!(digest_of(Fnv::BASIS, &key), digest_of(Fnv::BASIS, &changed));
         }
     }
 }

@@ -13,6 +13,7 @@
 //! | [`buffer`], [`lease`] | flat allocations, byte ranges, and run-time checked host slices |
 //! | [`adam`], [`norm`], [`convert`], [`verdict`] | the arithmetic, same bits on every instruction set ([`isa`]) |
 //! | [`cpu`], [`local`] | the CPU device (streams are threads), and ranks as threads of one process |
+//! | [`fnv`] | the hash that ranks compare |
 //! | [`null`], [`check`] | the device that only logs, and the happens-before checker over its log |
 //!
 //! Unsafe code lives in this crate only, in the files that say so in their first lines.
@@ -28,6 +29,7 @@ pub mod device;
 pub mod dtype;
 pub mod error;
 pub mod event;
+pub mod fnv;
 pub mod isa;
 pub mod lease;
 pub mod local;

@@ -3,6 +3,8 @@
 //! Hashes are 64-bit FNV-1a over a fixed encoding (little-endian words, strings with their length in front), equal on
 //! every machine. This rank's own numbers (rank, model-parallel rank) are not in it.
 
+use gatherflow_kernels::fnv::Fnv;
+
 use super::error::PlanError;
 use super::layout::end_alignment;
 use super::{Home, ParamPlan, Plan, Rank};
@@ -36,7 +38,7 @@ impl Summary {
             hash.word(list.len() as u64);
             hash.words(list.iter().copied());
         }
-        hash.0
+        hash.finish()
     }
 }
 
@@ -59,7 +61,7 @@ impl Plan {
             hash.word(unit.chunk as u64);
             hash.text(&unit.name);
             hash.words(unit.params.iter().map(|param| u64::from(param.0)));
-            hash.0
+            hash.finish()
         });
         Summary {
             ranks: self.ranks as u64,
@@ -68,7 +70,7 @@ impl Plan {
             end_align: end_alignment(self.ranks, self.alignment) as u64,
             params: self.params.iter().map(param_hash).collect(),
             units: units.collect(),
-            layout: layout.0,
+            layout: layout.finish(),
         }
     }
 
@@ -145,47 +147,5 @@ fn param_hash(param: &ParamPlan) -> u64 {
             hash.word(param.group as u64);
         }
     }
-    hash.0
-}
-
-/// 64-bit FNV-1a.
-struct Fnv(u64);
-
-impl Fnv {
-    const fn new() -> Self {
-        Self(0xcbf2_9ce4_8422_2325)
-    }
-
-    fn bytes(&mut self, bytes: &[u8]) {
-        for byte in bytes {
-            self.0 = (self.0 ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
-        }
-    }
-
-    fn word(&mut self, word: u64) {
-        self.bytes(&word.to_le_bytes());
-    }
-
-    fn words(&mut self, words: impl IntoIterator<Item = u64>) {
-        for word in words {
-            self.word(word);
-        }
-    }
-
-    fn text(&mut self, text: &str) {
-        self.word(text.len() as u64);
-        self.bytes(text.as_bytes());
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::Fnv;
-
-    #[test]
-    fn the_hash_is_fnv_1a() {
-        let mut hash = Fnv::new();
-        hash.bytes(b"foobar");
-        assert_eq!(hash.0, 0x8594_4171_f739_67e8);
-    }
+    hash.finish()
 }

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use gatherflow_kernels::fnv::Fnv;
 use gatherflow_kernels::verdict::Scalars;
 use gatherflow_kernels::work::Cast;
 use gatherflow_kernels::{
@@ -284,12 +285,12 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
 
 /// FNV-1a over all parameters' bytes in registration order.
 pub(super) fn parameter_hash(plan: &Plan, lowering: &Lowering, device: &dyn Device) -> Result<u64, LeaseError> {
-    let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+    let mut hash = Fnv::new();
     for param in plan.params() {
         let lease = device.lease(lowering.param(param.id), AccessMode::Read)?;
-        hash = lease.as_bytes().iter().fold(hash, |h, byte| (h ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3));
+        hash.bytes(lease.as_bytes());
     }
-    Ok(hash)
+    Ok(hash.finish())
 }
 
 /// Waits for the start-up work; a rank that leaves meanwhile, or the deadline, ends it.
