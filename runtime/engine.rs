@@ -5,6 +5,7 @@
 //! by `block_on`, so it is legal inside an async runtime. After a fatal failure every call returns the first cause.
 
 mod start;
+mod swap;
 mod write;
 
 use std::cell::Cell;
@@ -30,6 +31,7 @@ use crate::shared::Shared;
 use crate::stop::StopFlag;
 
 pub use start::{Internals, ParamMut};
+pub use swap::Swapped;
 
 /// One rank of a training job. See the [crate](crate) for a whole program.
 ///
@@ -59,6 +61,8 @@ pub struct Engine {
     /// Updated steps per group, as far as outcomes are known.
     known_t: Vec<u64>,
     times: Vec<StepTimes>,
+    /// The trained parameters' bytes, in registration order, while others are swapped in.
+    kept: Option<Vec<Box<[u8]>>>,
     not_sync: PhantomData<Cell<()>>,
 }
 
@@ -192,10 +196,11 @@ impl Engine {
     /// outcomes are unknown.
     ///
     /// # Errors
-    /// A live owned guard, by the name of its parameter; a learning rate that is not usable; a closed engine; the first
-    /// cause of a fatal failure. What happened to the step itself is told by its [outcome](StepHandle::outcome).
+    /// A live owned guard, by the name of its parameter; a learning rate that is not usable; parameters that are swapped; a
+    /// closed engine; the first cause of a fatal failure. What happened to the step itself is told by its [outcome](StepHandle::outcome).
     pub fn step(&mut self) -> Result<StepHandle, Error> {
         self.shared.check_open()?;
+        self.shared.check_not_swapped()?;
         self.look_at_outcomes()?;
         let possible = self.steps() - self.unknown_from + 1;
         let rows = self.lrs.iter().zip(&self.shared.model.groups).zip(&self.known_t).enumerate();

@@ -78,7 +78,7 @@ pub use gatherflow_kernels::{DType, Element, Link};
 pub use config::{Config, ConfigError, Credits, KEYS, Key, ScalerKind, Unused, config_table};
 #[doc(hidden)]
 pub use engine::Internals;
-pub use engine::{Engine, ParamMut, Ready};
+pub use engine::{Engine, ParamMut, Ready, Swapped};
 pub use error::{Error, ErrorKind};
 pub use guard::{Grad, OwnedGrad, OwnedRead, Read, WriteMode};
 pub use half::{bf16, f16};

@@ -121,6 +121,7 @@ pub(crate) fn begin(shared: &Shared, chunk: ChunkId, microbatch: usize, last: bo
     if mode == Mode::Eval {
         return Ok(false);
     }
+    shared.check_not_swapped()?;
     if !shared.gradients.begin_pass(chunk.0 as usize, last) {
         return Err(Error::misuse(format!(
             "chunk {} has had its last microbatch of this step: call step before training on microbatch {microbatch}",

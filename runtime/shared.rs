@@ -30,6 +30,8 @@ pub(crate) struct Shared {
     live: Box<[AtomicU32]>,
     steps: AtomicU64,
     closed: AtomicBool,
+    /// Parameters from outside are in the engine's memory.
+    swapped: AtomicBool,
     pub(crate) stop: Wish,
 }
 
@@ -46,6 +48,7 @@ impl Shared {
             live: ids().map(|_| AtomicU32::new(0)).collect(),
             steps: AtomicU64::new(0),
             closed: AtomicBool::new(false),
+            swapped: AtomicBool::new(false),
             stop: Wish::default(),
             session,
             model,
@@ -72,6 +75,19 @@ impl Shared {
 
     pub(crate) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn set_swapped(&self, swapped: bool) {
+        self.swapped.store(swapped, Ordering::SeqCst);
+    }
+
+    /// Nothing trains on parameters that are not the trained ones.
+    pub(crate) fn check_not_swapped(&self) -> Result<(), Error> {
+        if self.swapped.load(Ordering::SeqCst) {
+            let message = "other parameters are swapped in: drop what swap_params returned, or call restore_params";
+            return Err(Error::misuse(message).on_rank(self.rank));
+        }
+        Ok(())
     }
 
     pub(crate) fn param(&self, param: ParamId) -> Result<&ParamInfo, Error> {
@@ -179,6 +195,7 @@ impl Shared {
 
     /// Begins a write of a gradient: waits until its memory is free, leases it, prepares it.
     pub(crate) fn begin_write<T: Element>(&self, param: ParamId, zeroed: bool) -> Result<(Lease, WriteMode), Error> {
+        self.check_not_swapped()?;
         let info = self.param(param)?;
         let name = || info.name.as_str();
         let Some(range) = self.grad_ranges[param.index()] else {

@@ -142,6 +142,7 @@ impl Engine {
             unknown_from: 0,
             known_t,
             times: Vec::new(),
+            kept: None,
             not_sync: PhantomData,
         })
     }

@@ -14,6 +14,7 @@ impl Engine {
     /// An unknown id, a live owned guard, by the name of its parameter, a closed engine, or the first cause of a fatal failure.
     pub fn write_param(&mut self, param: ParamId, write: impl FnOnce(ParamMut<'_>)) -> Result<(), Error> {
         self.shared.check_open()?;
+        self.shared.check_not_swapped()?;
         let info = self.shared.param(param)?;
         self.shared.check_no_guards("write_param")?;
         self.shared.session.param_ready(param)?;
@@ -30,6 +31,7 @@ impl Engine {
     /// A live owned guard, by the name of its parameter. A rank that does not call it, or the first cause of a fatal failure.
     pub fn reload_masters(&mut self) -> Result<(), Error> {
         self.shared.check_open()?;
+        self.shared.check_not_swapped()?;
         self.shared.check_no_guards("reload_masters")?;
         match self.shared.session.reload_masters()? {
             None => Ok(()),
