@@ -37,6 +37,17 @@ pub enum Unused {
     Error,
 }
 
+/// How parameters lie in their buffers (SPEC L5).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Layout {
+    /// Parameters at multiples of 64 elements, bucket ends at multiples of lcm(ranks, 128).
+    Standard,
+    /// Without gaps, bucket ends at multiples of the number of ranks: as in files of Megatron-LM's distributed optimizer of
+    /// November 2023.
+    Reference,
+}
+
 /// Which loss scaler (SPEC T5, T6).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -74,6 +85,7 @@ pub struct Config {
     pub(crate) grad_dtype: DType,
     pub(crate) bucket_size: Option<usize>,
     pub(crate) num_buckets: Option<usize>,
+    pub(crate) layout: Layout,
     pub(crate) bandwidth_alignment: bool,
     pub(crate) lr: f64,
     pub(crate) betas: (f64, f64),
@@ -116,6 +128,7 @@ impl Default for Config {
             grad_dtype: DType::F32,
             bucket_size: None,
             num_buckets: None,
+            layout: Layout::Standard,
             bandwidth_alignment: false,
             lr: 1e-3,
             betas: (0.9, 0.999),

@@ -75,7 +75,7 @@ pub use gatherflow_actors::{Counters, FirstGather, Overlap, StartParams, StepTim
 pub use gatherflow_kernels::verdict::{Average, OnNonFinite};
 pub use gatherflow_kernels::{DType, Element, Link};
 
-pub use config::{Config, ConfigError, Credits, KEYS, Key, ScalerKind, Unused, config_table};
+pub use config::{Config, ConfigError, Credits, KEYS, Key, Layout, ScalerKind, Unused, config_table};
 #[doc(hidden)]
 pub use engine::Internals;
 pub use engine::{Engine, ParamMut, Ready, Swapped};

@@ -7,9 +7,7 @@ mod description;
 
 use std::collections::{HashMap, HashSet};
 
-use crate::actors::{
-    Alignment, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId, UnitSpec,
-};
+use crate::actors::{ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId, UnitSpec};
 use crate::config::{Config, ConfigError};
 use crate::error::Error;
 
@@ -428,7 +426,7 @@ impl Model {
             params: params.collect(),
             groups: self.groups.len(),
             bucketing: config.bucketing(),
-            alignment: if config.bandwidth_alignment { Alignment::Bandwidth } else { Alignment::Standard },
+            alignment: config.alignment(),
             model_parallel_rank: 0,
         }
     }

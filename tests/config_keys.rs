@@ -60,6 +60,7 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
         ("overlap = \"none\"\nfirst_gather = \"forward\"", "first_gather"),
         ("device = \"null\"\nemulate = \"1gbit,200us\"", "emulate"),
         ("device = \"null\"\nmax_norm = 1.0", "max_norm"),
+        ("layout = \"reference\"\nbandwidth_alignment = true", "bandwidth_alignment"),
         ("scaler = \"dynamic\"\non_nonfinite = \"error\"", "on_nonfinite"),
         ("[scaler]\nkind = \"constant\"\ngrowth = 2", "scaler.growth"),
         ("[scaler]\nkind = \"dynamic\"\nscale = 2", "scaler.scale"),

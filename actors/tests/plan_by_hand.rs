@@ -158,6 +158,18 @@ fn bandwidth_alignment_pads_bucket_ends_to_65_536_times_what_d_needs() {
 }
 
 #[test]
+fn the_reference_layout_has_no_gaps_and_pads_bucket_ends_to_d_only() {
+    let mut input = input(3, vec![bf16("a", 65), bf16("b", 1), bf16("c", 10)], &[&[&[0, 1, 2]]]);
+    (input.alignment, input.bucketing) = (Alignment::Reference, Bucketing::Size(11));
+    let plan = Plan::new(&input).unwrap();
+    let homes: Vec<_> = plan.params().iter().map(|p| p.home.range()).collect();
+    // c and b fill the first bucket to 11 elements, padded to 12; a follows.
+    assert_eq!(homes, [Range::new(12, 77), Range::new(10, 11), Range::new(0, 10)]);
+    let buckets: Vec<_> = plan.buckets().iter().map(|b| (b.range, b.shard_numel, b.numel_unpadded)).collect();
+    assert_eq!(buckets, [(Range::new(0, 12), 4, 11), (Range::new(12, 78), 22, 65)]);
+}
+
+#[test]
 fn a_shared_embedding_in_the_middle_closes_the_bucket_before_it() {
     let shared = ParamSpec { shared_embedding: true, ..bf16("emb", 10) };
     let plan =

@@ -44,7 +44,8 @@ fn model() -> impl Strategy<Value = PlanInput> {
         (1_usize..4000).prop_map(Bucketing::Size),
         (1_usize..9).prop_map(Bucketing::Count),
     ];
-    let alignment = prop_oneof![9 => Just(Alignment::Standard), 1 => Just(Alignment::Bandwidth)];
+    let alignment =
+        prop_oneof![9 => Just(Alignment::Standard), 1 => Just(Alignment::Bandwidth), 3 => Just(Alignment::Reference)];
     let units = prop::collection::vec(1_usize..6, 3);
     (1_usize..=24, params, units, bucketing, alignment, 0_usize..2).prop_map(
         |(ranks, params, units, bucketing, alignment, model_parallel_rank)| {
@@ -68,7 +69,11 @@ fn model() -> impl Strategy<Value = PlanInput> {
 }
 
 fn end_align(input: &PlanInput) -> usize {
-    let base = if input.alignment == Alignment::Bandwidth { 65_536 } else { 128 };
+    let base = match input.alignment {
+        Alignment::Bandwidth => 65_536,
+        Alignment::Reference => 1,
+        _ => 128,
+    };
     (1..=input.ranks).map(|n| n * base).find(|n| n.is_multiple_of(input.ranks)).unwrap()
 }
 
@@ -125,8 +130,9 @@ proptest! {
                 let mut end = bucket.range.start;
                 for param in &bucket.params {
                     let range = plan.param(*param).home.range();
-                    prop_assert!(range.start.is_multiple_of(PARAM_ALIGN));
-                    prop_assert!(range.start - end < PARAM_ALIGN, "a gap is never a whole alignment");
+                    let start = input.alignment.params();
+                    prop_assert!(range.start.is_multiple_of(start));
+                    prop_assert!(range.start - end < start, "a gap is never a whole alignment");
                     end = range.end;
                 }
             }

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::{Config, Credits, ScalerKind, Unused};
+use super::{Config, Credits, Layout, ScalerKind, Unused};
 use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
 
 macro_rules! setters {
@@ -44,6 +44,8 @@ setters! {
     "bucket_size": bucket_size(numel: usize) |c, v| c.bucket_size = Some(v);
     /// `num_buckets`: about this many. Not together with `bucket_size`.
     "num_buckets": num_buckets(buckets: usize) |c, v| c.num_buckets = Some(v);
+    /// `layout`: how parameters lie in their buffers (default standard).
+    "layout": layout(layout: Layout) |c, v| c.layout = v;
     /// `bandwidth_alignment`: bucket ends at multiples of 65 536 elements (default false).
     "bandwidth_alignment": bandwidth_alignment(on: bool) |c, v| c.bandwidth_alignment = v;
     /// `lr`: learning rate of groups that do not set their own (default 1e-3).

@@ -4,8 +4,8 @@ use toml::Value;
 
 use super::keys::KEYS;
 use super::parse::bad_value;
-use super::{Config, ConfigError, Credits, ScalerKind};
-use crate::actors::{Bucketing, Deadlines, Overlap, ScalerRule};
+use super::{Config, ConfigError, Credits, Layout, ScalerKind};
+use crate::actors::{Alignment, Bucketing, Deadlines, Overlap, ScalerRule};
 
 impl Config {
     /// Checks what can be checked without a model: ranges, keys that exclude each other, keys that the chosen device or
@@ -51,6 +51,11 @@ impl Config {
             "with a loss scaler a non-finite gradient always skips",
             &["on_nonfinite"][..],
         ));
+        let layout = (self.layout == Layout::Reference).then_some((
+            "layout",
+            "layout = \"reference\" pads bucket ends to the number of ranks only",
+            &["bandwidth_alignment"][..],
+        ));
         let constant = (self.scaler != ScalerKind::Constant).then_some((
             "scaler.kind",
             "only the constant scaler reads it",
@@ -68,7 +73,7 @@ impl Config {
                 "scaler.hysteresis",
             ][..],
         ));
-        let rules = [none, chain, emulate, max_norm, gradient, scaled, constant, dynamic];
+        let rules = [none, chain, layout, emulate, max_norm, gradient, scaled, constant, dynamic];
         rules.into_iter().flatten().flat_map(|(by, why, keys)| keys.iter().map(move |key| (*key, by, why)))
     }
 
@@ -140,6 +145,14 @@ impl Config {
             (Some(numel), _) => Bucketing::Size(numel),
             (None, Some(buckets)) => Bucketing::Count(buckets),
             (None, None) => Bucketing::Default,
+        }
+    }
+
+    pub(crate) fn alignment(&self) -> Alignment {
+        match self.layout {
+            Layout::Reference => Alignment::Reference,
+            Layout::Standard if self.bandwidth_alignment => Alignment::Bandwidth,
+            Layout::Standard => Alignment::Standard,
         }
     }
 

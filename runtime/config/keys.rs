@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use toml::Value;
 
-use super::{Config, Credits, ScalerKind, Unused};
+use super::{Config, Credits, Layout, ScalerKind, Unused};
 use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
 
 /// One configuration key.
@@ -141,10 +141,25 @@ pub const KEYS: &[Key] = &[
         set: |c, v| put(&mut c.num_buckets, count(v).map(Some)),
     },
     Key {
+        name: "layout",
+        values: "\"standard\" or \"reference\"",
+        default: "\"standard\"",
+        help: "parameters start at multiples of 64 elements and buckets end at multiples of lcm(ranks, 128), or without gaps and \
+               at multiples of ranks, as in files of Megatron-LM's distributed optimizer",
+        set: |c, v| {
+            c.layout = match v.as_str()? {
+                "standard" => Layout::Standard,
+                "reference" => Layout::Reference,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Key {
         name: "bandwidth_alignment",
         values: "true or false",
         default: "false",
-        help: "align bucket ends to 65 536 elements, as NCCL likes it",
+        help: "align bucket ends to 65 536 elements, as NCCL likes it; layout standard only",
         set: |c, v| put(&mut c.bandwidth_alignment, v.as_bool()),
     },
     Key {

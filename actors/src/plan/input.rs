@@ -3,6 +3,7 @@
 use gatherflow_kernels::DType;
 
 use super::ids::ParamId;
+use super::layout::PARAM_ALIGN;
 
 /// Everything a plan depends on. Two ranks with equal inputs have equal plans.
 #[derive(Clone, Debug)]
@@ -114,13 +115,26 @@ pub enum Bucketing {
     Whole,
 }
 
-/// Where buckets may end. Parameters always start at multiples of 64 elements.
+/// Where parameters may start and buckets may end (SPEC L5).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Alignment {
-    /// Multiples of lcm(d, 128) elements.
+    /// Parameters at multiples of 64 elements, bucket ends at multiples of lcm(d, 128).
     #[default]
     Standard,
-    /// Multiples of lcm(d, 128, 65 536) elements, for NCCL's bandwidth.
+    /// Parameters at multiples of 64 elements, bucket ends at multiples of lcm(d, 128, 65 536), for NCCL's bandwidth.
     Bandwidth,
+    /// Parameters one after the other, bucket ends at multiples of d: as Megatron-LM's distributed optimizer of November 2023
+    /// lays them out.
+    Reference,
+}
+
+impl Alignment {
+    /// Trainable parameters start at multiples of this many elements.
+    pub fn params(self) -> usize {
+        match self {
+            Self::Standard | Self::Bandwidth => PARAM_ALIGN,
+            Self::Reference => 1,
+        }
+    }
 }

@@ -9,7 +9,7 @@ use super::ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, UnitId};
 use super::input::{Alignment, Bucketing, ParamSpec, PlanInput};
 use super::range::Range;
 
-/// Parameters start at multiples of this many elements.
+/// Parameters start at multiples of this many elements, frozen ones always, others by [`Alignment::params`].
 pub const PARAM_ALIGN: usize = 64;
 
 /// A flat allocation for all trainable parameters of one (chunk, parameter dtype, gradient dtype), and one of the same
@@ -144,6 +144,7 @@ pub(super) fn end_alignment(ranks: usize, alignment: Alignment) -> usize {
     match alignment {
         Alignment::Standard => lcm(ranks, 128),
         Alignment::Bandwidth => lcm(ranks, 1 << 16),
+        Alignment::Reference => ranks,
     }
 }
 
@@ -249,13 +250,13 @@ impl Layout {
         for &id in &params {
             cost::tick();
             let param = &input.params[id.index()];
-            let start = open.cursor.next_multiple_of(PARAM_ALIGN);
+            let start = open.cursor.next_multiple_of(input.alignment.params());
             if param.shared_embedding && !open.params.is_empty() {
                 // The gap before the next parameter still belongs to the bucket that closes here.
                 open.cursor = start;
                 self.buckets.push(open.close(self.buckets.len()));
             }
-            let start = open.cursor.next_multiple_of(PARAM_ALIGN);
+            let start = open.cursor.next_multiple_of(input.alignment.params());
             let range = Range::new(start, start + numel(param));
             let bucket = BucketId::from_index(self.buckets.len());
             self.homes[id.index()] = Home::Bucket { bucket, buffer: open.buffer, range };
