@@ -97,7 +97,6 @@ fn every_dtype_and_number_of_ranks_and_microbatches_trains() {
     for (name, flags) in [
         ("bf16 gradients", &["--config", &bf16_gradients, "--accumulate", "2"][..]),
         ("f16 gradients", &["--config", &f16_gradients, "--dtype", "f16"]),
-        ("f16", &["--dtype", "f16", "--accumulate", "2"][..]),
         ("f32", &["--dtype", "f32", "--ranks", "3"]),
         ("alone", &["--ranks", "1", "--vocab", "300"]),
     ] {
@@ -105,6 +104,20 @@ fn every_dtype_and_number_of_ranks_and_microbatches_trains() {
         assert!(result["loss_last"].as_f64().unwrap() < result["loss_first"].as_f64().unwrap(), "{name}");
         assert_eq!(result["skipped_steps"], 0, "{name}");
     }
+}
+
+#[test]
+fn f16_comes_down_from_two_to_the_32_by_skipping_and_learns() {
+    let flags = ["--dtype", "f16", "--accumulate", "2", "--steps", "60"];
+    let window = result("f16", &flags);
+    let skipped = window["skipped_steps"].as_u64().unwrap();
+    assert!((5..30).contains(&skipped), "{skipped}");
+    let buckets = window["buckets"].as_u64().unwrap();
+    assert_eq!(window["gathers"].as_u64().unwrap(), (60 - skipped) * buckets, "a skipped step gathers nothing");
+    assert_eq!(window["reduces"].as_u64().unwrap(), 60 * buckets);
+    assert!(window["loss_last"].as_f64().unwrap() < 0.8 * window["loss_first"].as_f64().unwrap());
+    let none = result("f16-none", &[&flags[..], &["--overlap", "none"]].concat());
+    assert_eq!(none["params_hash"], window["params_hash"]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use gatherflow::{Config, DType};
 
 /// Trains a byte-level GPT on text, with its parameters gathered under the forward pass.
 #[derive(Debug, Parser)]
-#[command(name = "train_gpt")]
+#[command(name = "train_gpt", args_override_self = true)]
 pub(crate) struct Options {
     /// Number of ranks, each a thread [default: `ranks` of the configuration, else 2]
     #[arg(long, value_name = "N", value_parser = count::<{ MOST_RANKS }>)]
@@ -31,7 +31,8 @@ pub(crate) struct Options {
     /// Number of tokens: every byte of the text must be below it
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = count::<1_048_576>)]
     pub(crate) vocab: usize,
-    /// Element type of the parameters; f16 comes with a dynamic loss scaler
+    /// Element type of the parameters; f16 comes with f16 gradients and a dynamic loss
+    /// scaler, whose first steps are skipped while it comes down from 2^32
     #[arg(long, default_value = "bf16", value_parser = dtypes())]
     pub(crate) dtype: DType,
     /// Microbatches per step
@@ -110,6 +111,7 @@ impl Options {
         prefer("lr", "0.002")?;
         if self.dtype == DType::F16 {
             prefer("scaler.kind", "dynamic")?;
+            prefer("grad_dtype", "f16")?;
         }
         config.validate().map_err(|e| e.to_string())?;
         self.check(&config)?;

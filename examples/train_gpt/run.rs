@@ -195,8 +195,12 @@ impl Outcome {
     }
 
     fn text(&self) -> String {
+        let skipped = match self.ranks[0].counters.skipped_steps {
+            0 => String::new(),
+            skipped => format!(", {skipped} of them skipped"),
+        };
         format!(
-            "loss {:.3} -> {:.3} in {} steps, {:.0} s, {:.0} tokens/s\n{}\n",
+            "loss {:.3} -> {:.3} in {} steps{skipped}, {:.0} s, {:.0} tokens/s\n{}\n",
             self.first_loss(),
             tail_mean(&self.losses),
             self.losses.len(),
