@@ -114,7 +114,7 @@ impl Sequence {
             Phase::Gathers(i) if i + 1 < buckets => Phase::Gathers(i + 1),
             Phase::Gathers(_) => self.next_step(),
         };
-        let key = CollectiveKey { seq: self.seq, kind, bucket, bytes, dtype, version };
+        let key = CollectiveKey { seq: self.seq, kind, bucket, bytes, dtype, version, group: 0 };
         self.seq += 1;
         self.digest = digest_of(self.digest, &key);
         Some(key)
@@ -157,7 +157,7 @@ const FNV_PRIME: u64 = 0x0000_0100_0000_01b3;
 /// everywhere, and order-sensitive.
 pub fn digest_of(digest: u64, key: &CollectiveKey) -> u64 {
     let head = (key.kind as u64) << 40 | (key.dtype as u64) << 32 | u64::from(key.bucket);
-    let words = [key.seq, head, key.bytes, key.version];
+    let words = [key.seq, head, key.bytes, key.version, u64::from(key.group)];
     words.into_iter().fold(digest, |digest, word| (digest ^ word).wrapping_mul(FNV_PRIME).rotate_left(29))
 }
 
@@ -213,8 +213,15 @@ mod tests {
 
     #[test]
     fn the_digest_tells_order_and_content_apart() {
-        let key =
-            CollectiveKey { seq: 0, kind: CollectiveKind::Reduce, bucket: 1, bytes: 8, dtype: DType::F32, version: 0 };
+        let key = CollectiveKey {
+            seq: 0,
+            kind: CollectiveKind::Reduce,
+            bucket: 1,
+            bytes: 8,
+            dtype: DType::F32,
+            version: 0,
+            group: 0,
+        };
         let other = CollectiveKey { bucket: 2, ..key };
         let forward = digest_of(digest_of(FNV_BASIS, &key), &other);
         let backward = digest_of(digest_of(FNV_BASIS, &other), &key);
@@ -225,6 +232,7 @@ mod tests {
             CollectiveKey { bytes: 9, ..key },
             CollectiveKey { dtype: DType::F16, ..key },
             CollectiveKey { version: 1, ..key },
+            CollectiveKey { group: 1, ..key },
         ] {
             assert_ne!(digest_of(FNV_BASIS, &key), digest_of(FNV_BASIS, &changed));
         }

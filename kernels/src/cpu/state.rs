@@ -132,7 +132,7 @@ impl State {
         let reached_ns = now_ns();
         let (send, recv) = match &collective.op {
             CollectiveOp::AllGather { send, recv } | CollectiveOp::ReduceScatter { send, recv, .. } => (*send, *recv),
-            CollectiveOp::Broadcast { range, .. } => (*range, *range),
+            CollectiveOp::AllReduce { range } | CollectiveOp::Broadcast { range, .. } => (*range, *range),
         };
         let memory = HostMemory {
             send: holds.memory(send)?,
@@ -181,7 +181,7 @@ fn located(mut failure: Failure, key: &CollectiveKey) -> Failure {
     failure.message = format!("{key} failed: {}", failure.message);
     failure.bucket = (key.bucket != CollectiveKey::NO_BUCKET).then_some(key.bucket);
     failure.step = match key.kind {
-        CollectiveKind::Reduce | CollectiveKind::Small => Some(key.version),
+        CollectiveKind::Reduce | CollectiveKind::Small | CollectiveKind::Sum => Some(key.version),
         CollectiveKind::Gather => key.version.checked_sub(1),
         CollectiveKind::StartUp => None,
     };
