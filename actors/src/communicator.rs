@@ -328,7 +328,8 @@ mod tests {
     #[test]
     fn what_was_issued_goes_to_who_asked() {
         let mut c = communicator(0);
-        let wire = |kind, bucket| CollectiveKey { seq: 0, kind, bucket, bytes: 1, dtype: DType::F32, version: 3 };
+        let wire =
+            |kind, bucket| CollectiveKey { seq: 0, kind, bucket, bytes: 1, dtype: DType::F32, version: 3, group: 0 };
         let mut told = |kind, bucket| {
             let mut actions = Vec::new();
             let event = Event::done(0);

@@ -9,7 +9,8 @@ use gatherflow_kernels::norm::{NormPiece, Partial};
 use gatherflow_kernels::verdict::{RankRecord, Report, Scalars, ScalerRule, VerdictRule};
 use gatherflow_kernels::work::{Adam, AdamSegment, Fill, Fold, NormPartials, Verdict};
 use gatherflow_kernels::{
-    BufRange, Buffer, Collective, CollectiveKey, CollectiveKind, CollectiveOp, DType, Device, DeviceError, Work,
+    BufRange, Buffer, Collective, CollectiveKey, CollectiveKind, CollectiveOp, DType, Device, DeviceError, Members,
+    Work,
 };
 
 use crate::action::Op;
@@ -256,6 +257,11 @@ impl Lowering {
             }
             _ => CollectiveOp::AllGather { send: self.own_record, recv: self.records },
         };
-        Collective { key, op }
+        Collective { key, members: self.members(&key).clone(), op }
+    }
+
+    /// Who runs a collective together with this rank.
+    pub fn members(&self, _: &CollectiveKey) -> &Members {
+        &Members::ALL
     }
 }

@@ -164,7 +164,7 @@ mod tests {
     use gatherflow_kernels::{CollectiveKey, DType};
 
     fn span(kind: CollectiveKind, version: u64, begin_ns: u64, end_ns: u64) -> Span {
-        let key = CollectiveKey { seq: 0, kind, bucket: 0, bytes: 1, dtype: DType::F32, version };
+        let key = CollectiveKey { seq: 0, kind, bucket: 0, bytes: 1, dtype: DType::F32, version, group: 0 };
         Span { key, reached_ns: begin_ns, begin_ns, end_ns }
     }
 

@@ -115,7 +115,7 @@ impl Sequence {
             Phase::Gathers(i) if i + 1 < buckets => Phase::Gathers(i + 1),
             Phase::Gathers(_) => self.next_step(),
         };
-        let key = CollectiveKey { seq: self.seq, kind, bucket, bytes, dtype, version };
+        let key = CollectiveKey { seq: self.seq, kind, bucket, bytes, dtype, version, group: 0 };
         self.seq += 1;
         self.digest = digest_of(self.digest, &key);
         Some(key)
@@ -155,7 +155,7 @@ impl Sequence {
 /// everywhere, and order-sensitive.
 pub fn digest_of(digest: u64, key: &CollectiveKey) -> u64 {
     let head = (key.kind as u64) << 40 | (key.dtype as u64) << 32 | u64::from(key.bucket);
-    let words = [key.seq, head, key.bytes, key.version];
+    let words = [key.seq, head, key.bytes, key.version, u64::from(key.group)];
     words.into_iter().fold(digest, |digest, word| (digest ^ word).wrapping_mul(Fnv::PRIME).rotate_left(29))
 }
 
@@ -211,8 +211,15 @@ mod tests {
 
     #[test]
     fn the_digest_tells_order_and_content_apart() {
-        let key =
-            CollectiveKey { seq: 0, kind: CollectiveKind::Reduce, bucket: 1, bytes: 8, dtype: DType::F32, version: 0 };
+        let key = CollectiveKey {
+            seq: 0,
+            kind: CollectiveKind::Reduce,
+            bucket: 1,
+            bytes: 8,
+            dtype: DType::F32,
+            version: 0,
+            group: 0,
+        };
         let other = CollectiveKey { bucket: 2, ..key };
         let forward = digest_of(digest_of(Fnv::BASIS, &key), &other);
         let backward = digest_of(digest_of(Fnv::BASIS, &other), &key);
@@ -223,6 +230,7 @@ mod tests {
             CollectiveKey { bytes: 9, ..key },
             CollectiveKey { dtype: DType::F16, ..key },
             CollectiveKey { version: 1, ..key },
+            CollectiveKey { group: 1, ..key },
         ] {
             assert_ne!(digest_of(Fnv::BASIS, &key), digest_of(Fnv::BASIS, &changed));
         }

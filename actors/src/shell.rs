@@ -176,7 +176,8 @@ impl WatchState {
             });
         }
         let rank = hands.control.rank();
-        for (peer, spell) in busy_peers(now, &key, rank, &views) {
+        let members = hands.lowering.members(&key);
+        for (peer, spell) in busy_peers(now, &key, members, rank, &views) {
             if self.warnings.take_due(peer, since.max(spell.since_ns), now) {
                 let left_s = Duration::from_nanos(spell.until_ns - now).as_secs();
                 tracing::warn!(
@@ -189,7 +190,7 @@ impl WatchState {
                 );
             }
         }
-        overdue(&self.deadlines, now, &key, since, rank, &views).map(Arc::new)
+        overdue(&self.deadlines, now, &key, members, since, rank, &views).map(Arc::new)
     }
 }
 

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gatherflow_kernels::{Cause, CollectiveKey, CollectiveKind, Failure, FailureKind};
+use gatherflow_kernels::{Cause, CollectiveKey, CollectiveKind, Failure, FailureKind, Members};
 
 use crate::action::{Action, Letter, Machine, WrongTransition};
 use crate::busy::Spell;
@@ -261,16 +261,18 @@ impl<'a> PeerView<'a> {
 pub fn busy_peers<'a>(
     now_ns: u64,
     key: &CollectiveKey,
+    members: &Members,
     rank: usize,
     peers: &[PeerView<'a>],
 ) -> impl Iterator<Item = (usize, &'a Spell)> {
-    let others = peers.iter().enumerate().filter(move |(peer, _)| *peer != rank);
+    let others = peers.iter().enumerate().filter(move |(peer, _)| *peer != rank && members.slot_of(*peer).is_some());
     others.filter_map(move |(peer, view)| Some((peer, view.excuse(key, now_ns)?)))
 }
 
 /// Judges the oldest collective of this rank that is not over: `None` while everything is within its deadline.
 ///
-/// `issued_ns` is when it was issued here, or later, when the one before it was over. `peers` has this rank too.
+/// `issued_ns` is when it was issued here, or later, when the one before it was over. `peers` has every rank; only `members`
+/// are waited for.
 ///
 /// Tells apart (CASES row 24): a rank that has not issued it, a peer that fell silent or left, a rank whose stream has not
 /// started it, and a collective that everybody started and that does not finish. A rank that is [busy](crate::busy) may take
@@ -279,6 +281,7 @@ pub fn overdue(
     deadlines: &Deadlines,
     now_ns: u64,
     key: &CollectiveKey,
+    members: &Members,
     issued_ns: u64,
     rank: usize,
     peers: &[PeerView<'_>],
@@ -294,7 +297,8 @@ pub fn overdue(
     };
     let past = |since: u64, limit: Duration| u128::from(now_ns.saturating_sub(since)) > limit.as_nanos();
     let (mut all_issued, mut waits_for_busy) = (true, false);
-    for (peer, view) in peers.iter().enumerate().filter(|(peer, _)| *peer != rank) {
+    let views = || peers.iter().enumerate().filter(|(peer, _)| members.slot_of(*peer).is_some());
+    for (peer, view) in views().filter(|(peer, _)| *peer != rank) {
         let issued = view.issued > key.seq;
         if issued && !view.abandoned.is_some_and(|first| view.left && first <= key.seq) {
             continue;
@@ -344,11 +348,11 @@ pub fn overdue(
         );
         return failure(FailureKind::Deadline, rank, message);
     }
-    let last_progress = peers.iter().map(|view| view.progress_ns).max().unwrap_or(0);
+    let last_progress = views().map(|(_, view)| view.progress_ns).max().unwrap_or(0);
     if !all_issued || !past(last_progress, deadlines.collective) {
         return None;
     }
-    if let Some(late) = peers.iter().position(|view| view.begun <= key.seq) {
+    if let Some((late, _)) = views().find(|(_, view)| view.begun <= key.seq) {
         let message = format!(
             "every rank issued the {key} but rank {late} has not started it within {seconds:.1} s (deadline \
              `collective`): the work before it is stuck"
@@ -385,7 +389,7 @@ mod tests {
     }
 
     fn entry(seq: u64, kind: CollectiveKind, bucket: u32) -> CollectiveKey {
-        CollectiveKey { seq, kind, bucket, bytes: 8, dtype: DType::F32, version: 4 }
+        CollectiveKey { seq, kind, bucket, bytes: 8, dtype: DType::F32, version: 4, group: 0 }
     }
 
     fn say(supervisor: &mut Supervisor, message: SupervisorMsg) -> Vec<Action> {
@@ -540,8 +544,9 @@ mod tests {
         let key = entry(7, CollectiveKind::Gather, 2);
         let fine = PeerView { issued: 8, begun: 8, progress_ns: 1000, alive_ns: 1000, ..PeerView::default() };
         let waits = PeerView { issued: 7, ..fine };
-        let judge =
-            |now: u64, peer: PeerView<'_>, own: PeerView<'_>| overdue(&deadlines(), now, &key, 1000, 1, &[peer, own]);
+        let judge = |now: u64, peer: PeerView<'_>, own: PeerView<'_>| {
+            overdue(&deadlines(), now, &key, &Members::ALL, 1000, 1, &[peer, own])
+        };
         let alive = |now: u64, view: PeerView<'static>| PeerView { alive_ns: now, ..view };
         let table: [(&str, u64, PeerView<'_>, PeerView<'_>, Expected); 14] = [
             ("within all deadlines", 1030, waits, fine, None),
@@ -610,6 +615,21 @@ mod tests {
     }
 
     #[test]
+    fn only_members_are_waited_for() {
+        let key = entry(7, CollectiveKind::Reduce, 2);
+        let fine = PeerView { issued: 8, begun: 8, progress_ns: 1000, alive_ns: 1000, ..PeerView::default() };
+        let gone = PeerView { issued: 3, begun: 3, left: true, ..fine };
+        let judge = |group: [usize; 2], now| {
+            let members = Members::of(group, 4);
+            overdue(&deadlines(), now, &key, &members, 1000, 1, &[gone, fine, PeerView { alive_ns: now, ..fine }, gone])
+        };
+        assert_eq!(judge([1, 2], 1100), None);
+        assert!(judge([1, 2], 1101).unwrap().message.contains("every rank started"), "nobody else is named");
+        assert_eq!(judge([1, 3], 1100).unwrap().rank, 3);
+        assert_eq!(judge([0, 1], 1100).unwrap().rank, 0);
+    }
+
+    #[test]
     fn a_busy_rank_may_take_as_long_as_it_said_while_its_heart_beats() {
         let key = entry(7, CollectiveKind::Reduce, 2);
         let spell = Spell { reason: "saves".into(), since_ns: 900, until_ns: 5000 };
@@ -617,7 +637,8 @@ mod tests {
         let busy = PeerView { issued: 7, busy: Some(&spell), ..fine };
         // A transport may block this rank in the issue while the busy one is missing.
         for own in [fine, PeerView { issued: 7, ..fine }] {
-            let judge = |now: u64, peer: PeerView<'_>| overdue(&deadlines(), now, &key, 1000, 1, &[peer, own]);
+            let judge =
+                |now: u64, peer: PeerView<'_>| overdue(&deadlines(), now, &key, &Members::ALL, 1000, 1, &[peer, own]);
             assert_eq!(judge(5000, busy), None);
             let late = judge(5001, PeerView { alive_ns: 5000, ..busy }).unwrap();
             assert_eq!((late.kind, late.rank), (FailureKind::Deadline, 0));
@@ -628,13 +649,13 @@ mod tests {
         }
         let idle = PeerView { busy: None, ..busy };
         assert_eq!(
-            overdue(&deadlines(), 4990, &key, 1000, 2, &[busy, idle, fine]).unwrap().rank,
+            overdue(&deadlines(), 4990, &key, &Members::ALL, 1000, 2, &[busy, idle, fine]).unwrap().rank,
             1,
             "no excuse for others"
         );
 
         let told = |now, peers: &[PeerView<'_>]| -> Vec<(usize, String)> {
-            busy_peers(now, &key, 1, peers).map(|(peer, spell)| (peer, spell.reason.clone())).collect()
+            busy_peers(now, &key, &Members::ALL, 1, peers).map(|(peer, spell)| (peer, spell.reason.clone())).collect()
         };
         assert_eq!(told(5000, &[busy, busy, fine]), [(0, "saves".to_string())], "neither itself nor who has issued it");
         assert!(told(5001, &[busy, fine]).is_empty(), "past its limit");
@@ -644,7 +665,7 @@ mod tests {
     fn failures_name_the_step_and_bucket_of_their_collective() {
         let lost = [PeerView { left: true, ..PeerView::default() }, PeerView::default()];
         let named = |kind, bucket| {
-            let failure = overdue(&deadlines(), 0, &entry(7, kind, bucket), 0, 1, &lost).unwrap();
+            let failure = overdue(&deadlines(), 0, &entry(7, kind, bucket), &Members::ALL, 0, 1, &lost).unwrap();
             (failure.step, failure.bucket)
         };
         assert_eq!(named(CollectiveKind::Gather, 2), (Some(3), Some(2)), "the step that made version 4");

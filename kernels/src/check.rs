@@ -4,7 +4,7 @@
 //! **Model.** Each stream of each rank is a FIFO. A record snapshots its stream, a wait joins the snapshot. The host's order
 //! of calls orders nothing, so the executor's accesses count only in its own stream. A collective follows its contract and
 //! nothing more ([`crate::collective`]): on each rank it starts once that rank's stream has reached it, and ends once every
-//! rank's stream has reached it and peers are done with this rank's memory. Its end on one rank says nothing about
+//! member's stream has reached it and peers are done with this rank's memory. Its end on one rank says nothing about
 //! the memory of another rank. Memory that was never written is zero, so reading it is no error.
 //!
 //! **Cost.** Entries times streams, plus one visit per byte interval that an access touches (intervals are split at every

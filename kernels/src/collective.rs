@@ -9,6 +9,7 @@ use crate::buffer::BufRange;
 use crate::device::{Device, StreamId};
 use crate::dtype::DType;
 use crate::error::{Cause, CommError, DeviceError};
+use crate::members::Members;
 
 /// What a collective is for, as ranks compare it (rule O2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -22,6 +23,8 @@ pub enum CollectiveKind {
     Small,
     /// All-gather of a bucket's parameters.
     Gather,
+    /// Sum of a bucket's reduced shard over ranks that hold the same shard.
+    Sum,
 }
 
 /// What ranks must agree on: the entry of the running digest (rule O2).
@@ -37,8 +40,11 @@ pub struct CollectiveKey {
     pub bytes: u64,
     /// Element type on the wire.
     pub dtype: DType,
-    /// Reduce and small: the number of steps before it. Gather: the version of the gathered parameters.
+    /// Gather: the version of the gathered parameters. Others: the number of steps before it.
     pub version: u64,
+    /// The number of the way in which the ranks are divided: each runs it with its own part of that division. 0: not at all,
+    /// all ranks together.
+    pub group: u32,
 }
 
 impl CollectiveKey {
@@ -53,23 +59,27 @@ impl std::fmt::Display for CollectiveKey {
             CollectiveKind::Reduce => write!(f, "reduce of bucket {}", self.bucket)?,
             CollectiveKind::Small => write!(f, "small all-gather")?,
             CollectiveKind::Gather => write!(f, "gather of bucket {}", self.bucket)?,
+            CollectiveKind::Sum => write!(f, "sum of bucket {}", self.bucket)?,
+        }
+        if self.group > 0 {
+            write!(f, " in group {}", self.group)?;
         }
         write!(f, " (version {}, {} bytes, {})", self.version, self.bytes, self.dtype)
     }
 }
 
-/// The operation and its memory on this rank. `d` is the number of ranks.
+/// The operation and its memory on this rank. `d` is the number of members; `slot` is this rank's among them.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum CollectiveOp {
-    /// `recv` (d equal slots) gets every rank's `send` in rank order. In place: `send` is this rank's slot of `recv`.
+    /// `recv` (d equal slots) gets every member's `send` in their order. In place: `send` is this rank's slot of `recv`.
     AllGather {
         /// This rank's part.
         send: BufRange,
         /// All parts.
         recv: BufRange,
     },
-    /// `recv` (f32) gets the sum over ranks, in rank order and f32, of slot `rank` of every rank's `send` (d equal
+    /// `recv` (f32) gets the sum over members, in their order and f32, of slot `slot` of every member's `send` (d equal
     /// slots of `dtype`). In place: `dtype` is f32 and `recv` is this rank's slot of `send`.
     ReduceScatter {
         /// All slots.
@@ -79,22 +89,36 @@ pub enum CollectiveOp {
         /// This rank's sum, f32.
         recv: BufRange,
     },
-    /// `range` gets rank `root`'s bytes.
+    /// `range` (f32) gets the sum over members, in their order and f32, of every member's `range`.
+    AllReduce {
+        /// This rank's part of the sum, then the sum.
+        range: BufRange,
+    },
+    /// `range` gets the bytes of the member in slot `root`.
     Broadcast {
         /// Source on the root, destination elsewhere.
         range: BufRange,
-        /// Whose bytes.
+        /// The slot of whose bytes.
         root: usize,
     },
 }
 
-/// A collective: what ranks compare, and what to do.
+/// A collective: what ranks compare, who takes part, and what to do.
 #[derive(Clone, Debug)]
 pub struct Collective {
     /// What ranks compare.
     pub key: CollectiveKey,
+    /// Who takes part; this rank does.
+    pub members: Members,
     /// The operation and its memory.
     pub op: CollectiveOp,
+}
+
+impl Collective {
+    /// A collective of all ranks.
+    pub fn of_all(key: CollectiveKey, op: CollectiveOp) -> Self {
+        Self { key, members: Members::ALL, op }
+    }
 }
 
 /// Proof of the right to issue collectives. Only [`Comm`] holds one.
@@ -104,7 +128,7 @@ pub struct IssueRight(());
 /// The host memory of one collective: `send` and `recv` may overlap (in place), hence raw.
 #[derive(Debug)]
 pub struct HostMemory {
-    /// Start of what this rank offers (the whole range for a broadcast).
+    /// Start of what this rank offers (the whole range for a broadcast and an all-reduce).
     pub send: *const u8,
     /// Its length in bytes.
     pub send_bytes: usize,
@@ -117,7 +141,7 @@ pub struct HostMemory {
 /// When a transfer ran, on the clock of [`crate::clock`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Transfer {
-    /// All ranks had reached the collective.
+    /// All members had reached the collective.
     pub begin_ns: u64,
     /// It was over. Not in the future.
     pub end_ns: u64,

@@ -8,7 +8,7 @@
 //! | --- | --- |
 //! | [`device`] | the seam: the object-safe [`Device`], streams, executor accesses and marks |
 //! | [`work`] | [`Work`], every variant stating what it reads and writes |
-//! | [`collective`] | collectives as data, and the object-safe [`Transport`] that runs them |
+//! | [`collective`], [`members`] | collectives as data, who takes part, and the object-safe [`Transport`] that runs them |
 //! | [`event`] | [`Event`]: pending, done or failed, with bounded spin, then park |
 //! | [`buffer`], [`lease`] | flat allocations, byte ranges, and run-time checked host slices |
 //! | [`adam`], [`norm`], [`convert`], [`verdict`] | the arithmetic, same bits on every instruction set ([`isa`]) |
@@ -35,6 +35,7 @@ pub mod lease;
 pub mod local;
 #[cfg(feature = "matmul")]
 pub mod matmul;
+pub mod members;
 pub mod norm;
 pub mod null;
 mod open;
@@ -49,5 +50,6 @@ pub use error::{Cause, CommError, DeviceError, Failure, FailureKind, LeaseError}
 pub use event::{Event, EventStatus, Notify};
 pub use lease::Lease;
 pub use local::{Link, LocalWorld};
+pub use members::Members;
 pub use open::{OpenOptions, Opened, Place, open};
 pub use work::Work;

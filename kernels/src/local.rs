@@ -3,7 +3,7 @@
 //! A [`LocalWorld`] is what the ranks share; each device is built over its rank's [`LocalTransport`]. A collective is a
 //! meeting under its sequence number (`meeting`): everyone posts its memory and waits for all (phase 1), does its own
 //! part, reading the peers' memory (phase 2, `copy`), and waits until all are done (phase 3), for as long as the
-//! emulated [`Link`] pretends.
+//! emulated [`Link`] pretends. Everyone is the collective's members; others meet under the same number on their own.
 //!
 //! Invariants: no rank's memory is touched before that rank is in the meeting, nor after its `run` returned (collective
 //! contract); sums are in rank order and f32 (S1); ranks that bring different collectives under one number all hear of it
@@ -23,7 +23,7 @@ use crate::collective::{Collective, HostMemory, Transfer, Transport};
 use crate::error::{Cause, CommError, DeviceError};
 use copy::Post;
 pub use link::{Link, LinkError};
-use meeting::Meetings;
+use meeting::{Brought, Meetings};
 use shape::Shape;
 
 /// Why there is no such world or rank.
@@ -104,14 +104,21 @@ impl Transport for LocalTransport {
     }
 
     unsafe fn run(&self, collective: &Collective, memory: &HostMemory, reached_ns: u64) -> Result<Transfer, CommError> {
-        let shape = Shape::of(collective, memory, self.rank, self.world.ranks)?;
+        let (key, members, world) = (collective.key, &collective.members, self.world.ranks);
+        let no = |reason| CommError::Shape { seq: key.seq, reason };
+        if let Some(flaw) = members.flaw(world) {
+            return Err(no(flaw));
+        }
+        let slot = members.slot_of(self.rank);
+        let slot = slot.ok_or_else(|| no(format!("rank {} is not one of {members}, who run the {key}", self.rank)))?;
+        let shape = Shape::of(collective, memory, slot, members.count(world))?;
         let meetings = &self.world.meetings;
         let post = Post { send: memory.send, recv: memory.recv };
-        let met = meetings.join(self.rank, collective.key, shape, post, reached_ns)?;
-        // SAFETY: all ranks have posted memory that fits this shape (`Shape::of`, `join` compares shapes). Each rank's
+        let met = meetings.join(self.rank, slot, Brought { key, shape, members }, post, reached_ns)?;
+        // SAFETY: all members have posted memory that fits this shape (`Shape::of`, `join` compares shapes). Each rank's
         // caller keeps it valid and untouched until its `run` returns, which is after `leave`, which waits for all.
-        unsafe { copy::mine(shape, self.rank, &met.posts) };
-        meetings.leave(self.rank, collective.key.seq, &met)?;
+        unsafe { copy::mine(shape, slot, &met.posts) };
+        meetings.leave(self.rank, key.seq, &met)?;
         Ok(Transfer { begin_ns: met.begin_ns, end_ns: met.end_ns.unwrap_or_else(now_ns) })
     }
 

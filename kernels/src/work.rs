@@ -173,7 +173,8 @@ impl Work {
             }
             Self::Collective(c) => match &c.op {
                 CollectiveOp::AllGather { send, .. } | CollectiveOp::ReduceScatter { send, .. } => read(*send),
-                CollectiveOp::Broadcast { .. } => {}
+                // One access: what it writes it has read.
+                CollectiveOp::AllReduce { .. } | CollectiveOp::Broadcast { .. } => {}
             },
         }
         let mut write = |range: BufRange| visit(Access { range, mode: AccessMode::Write });
@@ -194,7 +195,7 @@ impl Work {
             }
             Self::Collective(c) => match &c.op {
                 CollectiveOp::AllGather { recv, .. } | CollectiveOp::ReduceScatter { recv, .. } => write(*recv),
-                CollectiveOp::Broadcast { range, .. } => write(*range),
+                CollectiveOp::AllReduce { range } | CollectiveOp::Broadcast { range, .. } => write(*range),
             },
         }
     }

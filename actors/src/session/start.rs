@@ -222,9 +222,10 @@ fn broadcast(plan: &Plan, lowering: &Lowering, streams: Streams, comm: &mut Comm
             bytes: range.bytes() as u64,
             dtype,
             version: 0,
+            group: 0,
         };
         let op = CollectiveOp::Broadcast { range, root: 0 };
-        comm.issue(streams.gather, Collective { key, op })?;
+        comm.issue(streams.gather, Collective::of_all(key, op))?;
         seq += 1;
     }
     Ok(seq)

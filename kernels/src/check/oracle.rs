@@ -74,7 +74,9 @@ pub(super) fn truth(logs: &[Vec<LogEntry>], ahead: &RunAhead) -> Truth {
                 (
                     LogEntry::Enqueue { work: Work::Collective(mine), .. },
                     LogEntry::Enqueue { work: Work::Collective(theirs), .. },
-                ) if mine.key.seq == theirs.key.seq => relation.edge(start_a, start_b + 1),
+                ) if mine.key.seq == theirs.key.seq && mine.members == theirs.members => {
+                    relation.edge(start_a, start_b + 1);
+                }
                 _ => {}
             }
         }

@@ -1,9 +1,9 @@
 //! A topological walk over all entries of all ranks, with a vector clock per stream.
 //!
-//! A stream runs until it waits for an event that is not recorded yet, or for a collective that some rank has not reached.
+//! A stream runs until it waits for an event that is not recorded yet, or for a collective that some member has not reached.
 //! Whoever still waits when nobody can run is part of a cycle or behind one.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
 use super::program::{Point, Program};
 use super::report::{Findings, Violation};
@@ -40,7 +40,7 @@ pub(super) fn walk<'f>(
         started: vec![0; streams],
         recorded: HashMap::new(),
         waiting: HashMap::new(),
-        arrived: BTreeMap::new(),
+        arrived: HashMap::new(),
         ready: (0..streams).rev().collect(),
     };
     while let Some(stream) = walk.ready.pop() {
@@ -57,8 +57,8 @@ struct Walk<'p, 'a> {
     recorded: HashMap<(usize, u64), Clock>,
     /// Streams that wait for an event.
     waiting: HashMap<(usize, u64), Vec<usize>>,
-    /// How many ranks have reached a collective.
-    arrived: BTreeMap<u64, usize>,
+    /// How many members have reached a collective, by its first point.
+    arrived: HashMap<Point, usize>,
     ready: Vec<usize>,
 }
 
@@ -102,7 +102,7 @@ impl Walk<'_, '_> {
         true
     }
 
-    /// The last rank to arrive runs the collective on all of them and wakes the others.
+    /// The last member to arrive runs the collective on all of them and wakes the others.
     fn arrive<'f>(
         &mut self,
         point: Point,
@@ -110,8 +110,8 @@ impl Walk<'_, '_> {
         findings: &mut Findings<'f>,
         visit: &mut dyn FnMut(Step<'_>, &mut Findings<'f>),
     ) -> bool {
-        let Some(collective) = self.program.collective(point) else { return false };
-        let arrived = self.arrived.entry(collective.key.seq).or_default();
+        let Some(first) = points.first() else { return false };
+        let arrived = self.arrived.entry(*first).or_default();
         *arrived += 1;
         if *arrived < points.len() {
             return false;

@@ -8,6 +8,7 @@ use super::report::{Findings, Violation, stream_of};
 use crate::buffer::BufferId;
 use crate::collective::Collective;
 use crate::device::StreamId;
+use crate::members::Members;
 use crate::null::LogEntry;
 use crate::work::Work;
 
@@ -34,8 +35,8 @@ pub(super) struct Program<'a> {
     pub(super) streams: Vec<Stream>,
     /// By rank and event id.
     pub(super) events: HashMap<(usize, u64), Point>,
-    /// By sequence number: at most one point per rank, in rank order.
-    pub(super) collectives: BTreeMap<u64, Vec<Point>>,
+    /// By sequence number and members: at most one point per rank, in rank order.
+    pub(super) collectives: BTreeMap<(u64, Members), Vec<Point>>,
     /// By rank and buffer.
     pub(super) allocated: HashMap<(usize, BufferId), usize>,
 }
@@ -94,7 +95,10 @@ impl<'a> Program<'a> {
                         findings.add(|f| Violation::OutOfOrder { seq, after, site: f.site(rank, position) });
                     }
                     last_seq = last_seq.max(Some(seq));
-                    let points = self.collectives.entry(seq).or_default();
+                    if collective.members.slot_of(rank).is_none() {
+                        findings.add(|f| Violation::Outsider { seq, site: f.site(rank, position) });
+                    }
+                    let points = self.collectives.entry((seq, collective.members.clone())).or_default();
                     if points.last().is_none_or(|last| self.streams[last.stream].rank != rank) {
                         points.push(point);
                     }
@@ -112,32 +116,52 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// Every collective is on every rank and the same there.
+    /// Every collective is on every member and the same there, and what goes on under one number is the same in all groups.
     fn compare_ranks(&self, findings: &mut Findings<'_>) {
-        for (&seq, points) in &self.collectives {
-            let Some((theirs_at, theirs)) = points.first().and_then(|p| Some((self.place(*p), self.collective(*p)?)))
+        let mut counted = None;
+        for ((seq, members), points) in &self.collectives {
+            let Some((first, theirs)) = points.first().and_then(|p| Some((self.place(*p), self.collective(*p)?)))
             else {
                 continue;
             };
-            findings.count(theirs.key.kind);
-            let present: HashSet<usize> = points.iter().map(|point| self.streams[point.stream].rank).collect();
-            for rank in (0..self.logs.len()).filter(|rank| !present.contains(rank)) {
-                findings.add(|f| {
-                    let theirs = f.site(theirs_at.0, theirs_at.1);
-                    Violation::MissingCollective { seq, rank, theirs }
-                });
+            let (seq, mut differs) = (*seq, Vec::new());
+            let first_group = counted != Some(seq);
+            if first_group {
+                findings.count(theirs.key.kind);
+                counted = Some(seq);
             }
-            for point in &points[1..] {
-                let Some(mine) = self.collective(*point) else { continue };
-                if mine.key != theirs.key || discriminant(&mine.op) != discriminant(&theirs.op) {
-                    let (rank, position) = self.place(*point);
-                    findings.add(|f| {
-                        let theirs = f.site(theirs_at.0, theirs_at.1);
-                        Violation::Mismatch { seq, mine: f.site(rank, position), theirs }
-                    });
+            let present: HashSet<usize> = points.iter().map(|point| self.streams[point.stream].rank).collect();
+            for rank in members.ranks(self.logs.len()).filter(|rank| !present.contains(rank)) {
+                match self.elsewhere(seq, rank) {
+                    Some(place) => differs.push(place),
+                    None => findings.add(|f| {
+                        let theirs = f.site(first.0, first.1);
+                        Violation::MissingCollective { seq, rank, theirs }
+                    }),
                 }
             }
+            let other_groups =
+                self.collectives.range((seq, Members::ALL)..).take_while(|((other, _), _)| *other == seq);
+            let firsts = other_groups.filter_map(|(_, points)| points.first()).filter(|_| first_group);
+            for point in points[1..].iter().chain(firsts) {
+                let Some(mine) = self.collective(*point) else { continue };
+                if mine.key != theirs.key || discriminant(&mine.op) != discriminant(&theirs.op) {
+                    differs.push(self.place(*point));
+                }
+            }
+            for (rank, position) in differs {
+                findings.add(|f| {
+                    let theirs = f.site(first.0, first.1);
+                    Violation::Mismatch { seq, mine: f.site(rank, position), theirs }
+                });
+            }
         }
+    }
+
+    /// Where a rank issues what it has under a sequence number.
+    fn elsewhere(&self, seq: u64, rank: usize) -> Option<(usize, usize)> {
+        let under = self.collectives.range((seq, Members::ALL)..).take_while(|((other, _), _)| *other == seq);
+        under.flat_map(|(_, points)| points).map(|point| self.place(*point)).find(|(who, _)| *who == rank)
     }
 
     /// Rank and position of a point.
@@ -160,7 +184,8 @@ impl<'a> Program<'a> {
 
     /// Who takes part in the collective at this point; `None` for other work and for a repeated collective.
     pub(super) fn participants(&self, point: Point) -> Option<&[Point]> {
-        let points = self.collectives.get(&self.collective(point)?.key.seq)?;
+        let collective = self.collective(point)?;
+        let points = self.collectives.get(&(collective.key.seq, collective.members.clone()))?;
         points.contains(&point).then_some(points.as_slice())
     }
 }

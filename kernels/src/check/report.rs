@@ -3,8 +3,9 @@
 use std::fmt;
 
 use crate::buffer::BufRange;
-use crate::collective::{CollectiveKey, CollectiveKind};
+use crate::collective::{Collective, CollectiveKind};
 use crate::device::{AccessMode, Mark, StreamId, StreamKind};
+use crate::members::Members;
 use crate::null::LogEntry;
 use crate::work::Work;
 
@@ -79,7 +80,7 @@ pub enum Violation {
         /// The later record.
         site: Site,
     },
-    /// A rank does not issue a collective that others issue.
+    /// A member does not issue a collective that others issue.
     #[error("collective {seq}: rank {rank} does not issue it, but there is {theirs}")]
     MissingCollective {
         /// Its sequence number.
@@ -89,7 +90,7 @@ pub enum Violation {
         /// The collective on another rank.
         theirs: Site,
     },
-    /// Ranks issue different collectives under one sequence number (rule O2).
+    /// Ranks issue different collectives, or ones of other members, under one sequence number (rule O2).
     #[error("collective {seq}: {mine} does not match {theirs}")]
     Mismatch {
         /// The sequence number.
@@ -98,6 +99,14 @@ pub enum Violation {
         mine: Site,
         /// On the first rank that issues it.
         theirs: Site,
+    },
+    /// A rank issues a collective that it is no member of.
+    #[error("collective {seq}: this rank is not one of its members: {site}")]
+    Outsider {
+        /// Its sequence number.
+        seq: u64,
+        /// The collective.
+        site: Site,
     },
     /// A rank issues collectives not in the order of their sequence numbers, or one twice (rule O1).
     #[error("collective {seq} is issued after collective {after}: {site}")]
@@ -171,10 +180,12 @@ pub struct Summary {
     pub accesses: usize,
     /// Unordered pairs of conflicting accesses; where three meet not every pair is counted.
     pub races: usize,
-    /// Reductions; each counts once, not once per rank.
+    /// Reductions; each counts once, not once per rank or group of ranks.
     pub reduces: usize,
     /// Gathers, counted likewise.
     pub gathers: usize,
+    /// Sums of reduced shards, counted likewise.
+    pub sums: usize,
     /// Small all-gathers, counted likewise.
     pub smalls: usize,
     /// Start-up exchanges, counted likewise.
@@ -240,6 +251,7 @@ impl<'a> Findings<'a> {
             CollectiveKind::Reduce => self.summary.reduces += 1,
             CollectiveKind::Small => self.summary.smalls += 1,
             CollectiveKind::Gather => self.summary.gathers += 1,
+            CollectiveKind::Sum => self.summary.sums += 1,
         }
     }
 
@@ -276,7 +288,7 @@ fn what(entry: &LogEntry) -> String {
     match entry {
         LogEntry::Alloc { buffer } => format!("allocation of buffer {}", buffer.id.0),
         LogEntry::Stream { .. } => "hand-out of a stream".into(),
-        LogEntry::Enqueue { work: Work::Collective(collective), .. } => collective_name(&collective.key),
+        LogEntry::Enqueue { work: Work::Collective(collective), .. } => collective_name(collective),
         LogEntry::Enqueue { work, .. } => work.name().into(),
         LogEntry::Record { event, .. } => format!("record of event {event}"),
         LogEntry::Wait { event, .. } => format!("wait for event {event}"),
@@ -293,6 +305,8 @@ fn what(entry: &LogEntry) -> String {
     }
 }
 
-fn collective_name(key: &CollectiveKey) -> String {
-    format!("collective {}, {key}", key.seq)
+fn collective_name(collective: &Collective) -> String {
+    let Collective { key, members, .. } = collective;
+    let of = if *members == Members::ALL { String::new() } else { format!(" of {members}") };
+    format!("collective {}, {key}{of}", key.seq)
 }

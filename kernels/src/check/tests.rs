@@ -7,6 +7,7 @@ use crate::buffer::{BufRange, Buffer, BufferId};
 use crate::collective::{Collective, CollectiveKey, CollectiveKind, CollectiveOp};
 use crate::device::{Access, AccessMode, Mark, StreamId, StreamKind};
 use crate::dtype::DType;
+use crate::members::Members;
 use crate::work::{Copy, Fill, Work};
 
 const EXECUTOR: StreamId = StreamId(0);
@@ -42,12 +43,20 @@ fn wait(on: StreamId, event: u64) -> LogEntry {
 }
 
 fn key(seq: u64, kind: CollectiveKind) -> CollectiveKey {
-    CollectiveKey { seq, kind, bucket: seq as u32, bytes: 8, dtype: DType::F32, version: 1 }
+    CollectiveKey { seq, kind, bucket: seq as u32, bytes: 8, dtype: DType::F32, version: 1, group: 0 }
 }
 
 fn collective(on: StreamId, key: CollectiveKey, send: BufRange, recv: BufRange) -> LogEntry {
     let op = CollectiveOp::AllGather { send, recv };
-    LogEntry::Enqueue { on, work: Work::Collective(Collective { key, op }) }
+    LogEntry::Enqueue { on, work: Work::Collective(Collective::of_all(key, op)) }
+}
+
+/// The same collective among some ranks.
+fn among(members: Members, mut entry: LogEntry) -> LogEntry {
+    if let LogEntry::Enqueue { work: Work::Collective(collective), .. } = &mut entry {
+        collective.members = members;
+    }
+    entry
 }
 
 /// An in-place gather into bytes 0..8.
@@ -201,9 +210,41 @@ fn different_collectives_under_one_number_are_found() {
     let theirs = vec![collective(GATHER, other, range(0, 4), range(0, 8))];
     assert!(matches!(found(&[vec![gather(0)], theirs])[..], [Violation::Mismatch { seq: 0, .. }]));
     let op = CollectiveOp::Broadcast { range: range(0, 8), root: 0 };
-    let broadcast = Work::Collective(Collective { key: key(0, CollectiveKind::Gather), op });
+    let broadcast = Work::Collective(Collective::of_all(key(0, CollectiveKind::Gather), op));
     let theirs = vec![LogEntry::Enqueue { on: GATHER, work: broadcast }];
     assert!(matches!(found(&[vec![gather(0)], theirs])[..], [Violation::Mismatch { seq: 0, .. }]));
+}
+
+#[test]
+fn a_collective_of_some_ranks_is_theirs_alone_and_counts_once() {
+    let of = |ranks: [usize; 2], seq| among(Members::of(ranks, 4), gather(seq));
+    let [low, high] = [[0, 1], [2, 3]];
+    let summary = run(
+        &[
+            vec![of(low, 0), gather(1)],
+            vec![of(low, 0), gather(1)],
+            vec![of(high, 0), gather(1)],
+            vec![of(high, 0), gather(1)],
+        ],
+        RunAhead::Any,
+    );
+    assert_eq!(summary.unwrap().gathers, 2);
+    // A read of rank 3 before the collective of the others orders nothing.
+    let reader = vec![read(range(6, 8)), of(high, 0)];
+    let race = found(&[vec![of(low, 0)], vec![of(low, 0)], vec![of(high, 0)], reader]);
+    assert!(matches!(race[..], [Violation::Race { rank: 3, .. }]), "{race:?}");
+
+    let alone = found(&[vec![of(low, 0)], vec![], vec![of(high, 0)], vec![of(high, 0)]]);
+    assert!(matches!(alone[..], [Violation::MissingCollective { seq: 0, rank: 1, .. }]), "{alone:?}");
+    let outsider = found(&[vec![of(low, 0)], vec![of(low, 0)], vec![of(low, 0)], vec![]]);
+    assert!(outsider.iter().any(|v| matches!(v, Violation::Outsider { seq: 0, .. })), "{outsider:?}");
+    let crossed = found(&[vec![of(low, 0)], vec![of([1, 2], 0)], vec![of([1, 2], 0)], vec![]]);
+    let named = |v: &Violation| matches!(v, Violation::Mismatch { .. }) && v.to_string().contains("of ranks 1, 2");
+    assert!(crossed.iter().any(named), "{crossed:?}");
+    let other = CollectiveKey { version: 2, ..key(0, CollectiveKind::Gather) };
+    let other = || among(Members::of(high, 4), collective(GATHER, other, range(0, 4), range(0, 8)));
+    let differ = found(&[vec![of(low, 0)], vec![of(low, 0)], vec![other()], vec![other()]]);
+    assert!(matches!(differ[..], [Violation::Mismatch { seq: 0, .. }]), "{differ:?}");
 }
 
 #[test]
@@ -358,7 +399,7 @@ fn the_log_of_a_null_device_is_what_the_checker_reads() {
     let executor = device.stream(StreamKind::Executor).unwrap();
     let on = device.stream(StreamKind::Gather).unwrap();
     let op = CollectiveOp::AllGather { send: buffer.whole(), recv: buffer.whole() };
-    comm.issue(on, Collective { key: key(0, CollectiveKind::Gather), op }).unwrap();
+    comm.issue(on, Collective::of_all(key(0, CollectiveKind::Gather), op)).unwrap();
     device.wait(executor, &device.record(on)).unwrap();
     device.access(executor, Access { range: buffer.whole(), mode: AccessMode::Read });
     let summary = check_logs(&[device.log().unwrap()], &CheckOptions::default()).unwrap();

@@ -138,7 +138,7 @@ impl State {
     fn collective(&self, collective: &Collective, holds: &Holds, reached_ns: u64) -> Result<u64, DeviceError> {
         let (send, recv) = match &collective.op {
             CollectiveOp::AllGather { send, recv } | CollectiveOp::ReduceScatter { send, recv, .. } => (*send, *recv),
-            CollectiveOp::Broadcast { range, .. } => (*range, *range),
+            CollectiveOp::AllReduce { range } | CollectiveOp::Broadcast { range, .. } => (*range, *range),
         };
         let memory = HostMemory {
             send: holds.memory(send)?,
@@ -188,7 +188,7 @@ fn located(mut failure: Failure, key: &CollectiveKey) -> Failure {
     failure.message = format!("{key} failed: {}", failure.message);
     failure.bucket = (key.bucket != CollectiveKey::NO_BUCKET).then_some(key.bucket);
     failure.step = match key.kind {
-        CollectiveKind::Reduce | CollectiveKind::Small => Some(key.version),
+        CollectiveKind::Reduce | CollectiveKind::Small | CollectiveKind::Sum => Some(key.version),
         CollectiveKind::Gather => key.version.checked_sub(1),
         CollectiveKind::StartUp => None,
     };

@@ -57,9 +57,10 @@ fn all_gather(seq: u64, buffer: &Buffer, rank: usize, world: usize) -> Collectiv
         bytes: buffer.bytes as u64,
         dtype: DType::F32,
         version: 8,
+        group: 0,
     };
     let send = buffer.range(rank * part, (rank + 1) * part);
-    Collective { key, op: CollectiveOp::AllGather { send, recv: buffer.whole() } }
+    Collective::of_all(key, CollectiveOp::AllGather { send, recv: buffer.whole() })
 }
 
 fn failed(event: &Event) -> Cause {

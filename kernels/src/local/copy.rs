@@ -30,7 +30,7 @@ unsafe impl Sync for Post {}
 /// Elements of a sum that are worked on at a time: 8 KiB of f32.
 const CHUNK: usize = 2048;
 
-/// Does the part of `rank`.
+/// Does the part of the member in slot `rank`; `posts` are by slot.
 ///
 /// # Safety
 /// Every post fits the shape as `Shape::of` checks it, is valid until all ranks' calls have returned, and nobody else
@@ -45,6 +45,8 @@ pub(super) unsafe fn mine(shape: Shape, rank: usize, posts: &[Post]) {
         Shape::ReduceScatter { numel, dtype: DType::Bf16 } => unsafe { sum::<bf16>(numel, rank, posts) },
         // SAFETY: the caller's promise.
         Shape::ReduceScatter { numel, dtype: DType::F16 } => unsafe { sum::<f16>(numel, rank, posts) },
+        // SAFETY: the caller's promise.
+        Shape::AllReduce { numel } => unsafe { sum_everywhere(numel, rank, posts) },
         Shape::Broadcast { bytes, root } if root != rank => {
             // SAFETY: `bytes` fits both ranges, which belong to different ranks and so do not overlap; only the root's is
             // read, and only others' are written.
@@ -78,20 +80,50 @@ unsafe fn sum<T: Element>(numel: usize, rank: usize, posts: &[Post]) {
     }
     let mut total = [0.0_f32; CHUNK];
     for start in (0..numel).step_by(CHUNK) {
-        let count = CHUNK.min(numel - start);
-        let total = &mut total[..count];
-        for (peer, post) in posts.iter().enumerate() {
-            // SAFETY: elements `start..start + count` of slot `rank` lie inside `send`, aligned as `Shape::of` has
-            // checked. In place this rank alone writes them, below, when this slice is gone.
-            let part = unsafe { std::slice::from_raw_parts(post.send.cast::<T>().add(rank * numel + start), count) };
-            if peer == 0 {
-                convert::cast(part, total);
-            } else {
-                isa::run(Isa::widest(), Add { part, total: &mut *total });
-            }
+        let total = &mut total[..CHUNK.min(numel - start)];
+        // SAFETY: these elements of slot `rank` lie inside every `send`. In place this rank alone writes them, below.
+        unsafe { add_up::<T>(rank * numel + start, posts, total) };
+        // SAFETY: `numel` elements fit `recv`; no peer reads them. Copied as bytes.
+        unsafe {
+            std::ptr::copy_nonoverlapping(total.as_ptr().cast(), posts[rank].recv.add(4 * start), 4 * total.len());
+        };
+    }
+}
+
+/// Each member sums one slice of the elements and writes it to everyone.
+///
+/// # Safety
+/// As [`mine`].
+unsafe fn sum_everywhere(numel: usize, rank: usize, posts: &[Post]) {
+    if posts.len() == 1 {
+        return;
+    }
+    let (from, to) = (numel * rank / posts.len(), numel * (rank + 1) / posts.len());
+    let mut total = [0.0_f32; CHUNK];
+    for start in (from..to).step_by(CHUNK) {
+        let total = &mut total[..CHUNK.min(to - start)];
+        // SAFETY: these elements lie inside every range, in the slice that this member alone touches.
+        unsafe { add_up::<f32>(start, posts, total) };
+        for post in posts {
+            // SAFETY: as above. Copied as bytes.
+            unsafe { std::ptr::copy_nonoverlapping(total.as_ptr().cast(), post.recv.add(4 * start), 4 * total.len()) };
         }
-        // SAFETY: `numel` elements fit `recv`; no peer reads them, and no slice of them is alive. Copied as bytes.
-        unsafe { std::ptr::copy_nonoverlapping(total.as_ptr().cast(), posts[rank].recv.add(4 * start), 4 * count) };
+    }
+}
+
+/// The sum of every member's elements from `start` on, in the members' order.
+///
+/// # Safety
+/// As [`mine`]; the elements lie inside every member's `send`, and nobody writes them meanwhile.
+unsafe fn add_up<T: Element>(start: usize, posts: &[Post], total: &mut [f32]) {
+    for (peer, post) in posts.iter().enumerate() {
+        // SAFETY: the caller's promise; aligned as `Shape::of` has checked.
+        let part = unsafe { std::slice::from_raw_parts(post.send.cast::<T>().add(start), total.len()) };
+        if peer == 0 {
+            convert::cast(part, total);
+        } else {
+            isa::run(Isa::widest(), Add { part, total: &mut *total });
+        }
     }
 }
 

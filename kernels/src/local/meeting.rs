@@ -1,4 +1,4 @@
-//! Meetings: one per sequence number, from the first rank's arrival to the last one's leaving.
+//! Meetings: one per sequence number and list of members, from the first one's arrival to the last one's leaving.
 //!
 //! One lock guards the table; each meeting has its own condition variable, so ranks that wait for different collectives
 //! do not wake each other. Nothing spins and nothing sleeps with the lock held. The modelled clock of the emulated link
@@ -18,6 +18,7 @@ use super::shape::Shape;
 use crate::clock::now_ns;
 use crate::collective::CollectiveKey;
 use crate::error::{Cause, CommError};
+use crate::members::Members;
 
 /// The table of meetings.
 #[derive(Debug)]
@@ -28,7 +29,8 @@ pub(super) struct Meetings {
 
 #[derive(Debug)]
 struct Table {
-    open: HashMap<u64, Meeting>,
+    /// By sequence number: meetings that share no rank.
+    open: HashMap<u64, Vec<Meeting>>,
     /// By rank: who was aborted, and why.
     aborted: Vec<Option<Cause>>,
     /// The first mismatch: nobody can go on after it.
@@ -41,7 +43,10 @@ struct Table {
 struct Meeting {
     key: CollectiveKey,
     shape: Shape,
+    members: Members,
+    /// Who came first.
     first: usize,
+    /// By slot.
     posts: Vec<Option<Post>>,
     arrived: usize,
     /// When the last rank's stream reached it.
@@ -52,10 +57,18 @@ struct Meeting {
     changed: Arc<Condvar>,
 }
 
-/// All ranks are there.
+/// What one rank comes with, besides its memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Brought<'a> {
+    pub(super) key: CollectiveKey,
+    pub(super) shape: Shape,
+    pub(super) members: &'a Members,
+}
+
+/// All members are there.
 #[derive(Clone, Debug)]
 pub(super) struct Met {
-    /// Everyone's memory.
+    /// Everyone's memory, by slot.
     pub(super) posts: Arc<[Post]>,
     /// When the transfer begins.
     pub(super) begin_ns: u64,
@@ -87,49 +100,54 @@ impl Meetings {
     pub(super) fn join(
         &self,
         rank: usize,
-        key: CollectiveKey,
-        shape: Shape,
+        slot: usize,
+        brought: Brought<'_>,
         post: Post,
         reached_ns: u64,
     ) -> Result<Met, CommError> {
-        let mut table = self.table.lock();
+        let mut guard = self.table.lock();
+        let table = &mut *guard;
         table.may_go_on(rank)?;
-        let ranks = table.aborted.len();
-        let meeting = table.open.entry(key.seq).or_insert_with(|| Meeting::new(key, shape, rank, ranks));
-        if meeting.key != key || meeting.shape != shape {
-            let theirs = (meeting.first, format!("{} as {}", meeting.key, meeting.shape));
-            let mismatch = Mismatch { seq: key.seq, sides: [theirs, (rank, format!("{key} as {shape}"))] };
+        let Brought { key, shape, members } = brought;
+        let count = members.count(table.aborted.len());
+        let meetings = table.open.entry(key.seq).or_default();
+        let found = meetings.iter().position(|meeting| meeting.members.meet(members));
+        let index = found.unwrap_or(meetings.len());
+        if found.is_none() {
+            meetings.push(Meeting::new(brought, rank, count));
+        }
+        let meeting = &mut meetings[index];
+        if meeting.key != key || meeting.shape != shape || meeting.members != *members {
+            let theirs = (meeting.first, meeting.brought().to_string());
+            let mismatch = Mismatch { seq: key.seq, sides: [theirs, (rank, brought.to_string())] };
             let error = mismatch.seen_by(rank);
             table.mismatch = Some(mismatch);
             table.wake_all();
             return Err(error);
         }
-        if meeting.posts[rank].is_some() {
+        if meeting.posts[slot].is_some() {
             let reason = format!("rank {rank} brought {key} twice");
             return Err(CommError::Shape { seq: key.seq, reason });
         }
-        meeting.posts[rank] = Some(post);
+        meeting.posts[slot] = Some(post);
         meeting.arrived += 1;
         meeting.reached_ns = meeting.reached_ns.max(reached_ns);
         let changed = meeting.changed.clone();
-        if meeting.arrived == ranks {
+        if meeting.arrived == count {
             let posts = meeting.posts.iter().flatten().copied().collect();
-            let reached_ns = meeting.reached_ns;
-            let (begin_ns, end_ns) = self.book(&mut table.free_ns, shape, reached_ns);
+            let (begin_ns, end_ns) = self.book(&mut table.free_ns, shape, members, meeting.reached_ns);
             let met = Met { posts, begin_ns, end_ns };
-            if let Some(meeting) = table.open.get_mut(&key.seq) {
-                meeting.met = Some(met.clone());
-            }
+            meeting.met = Some(met.clone());
             changed.notify_all();
             return Ok(met);
         }
         loop {
-            changed.wait(&mut table);
-            if let Some(met) = table.open.get(&key.seq).and_then(|meeting| meeting.met.clone()) {
+            changed.wait(&mut guard);
+            if let Some(met) = guard.meeting(key.seq, rank).and_then(|meeting| meeting.met.clone()) {
                 return Ok(met);
             }
-            if let Err(error) = table.may_go_on(rank) {
-                table.withdraw(rank, key.seq);
+            if let Err(error) = guard.may_go_on(rank) {
+                guard.withdraw(rank, slot, key.seq);
                 return Err(error);
             }
         }
@@ -142,20 +160,20 @@ impl Meetings {
     pub(super) fn leave(&self, rank: usize, seq: u64, met: &Met) -> Result<(), CommError> {
         let mut table = self.table.lock();
         let ranks = met.posts.len();
-        let Some(meeting) = table.open.get_mut(&seq) else { return Ok(()) };
+        let Some(meeting) = table.meeting(seq, rank) else { return Ok(()) };
         let changed = meeting.changed.clone();
         meeting.done += 1;
         if meeting.done == ranks {
             changed.notify_all();
         }
-        while table.open.get(&seq).is_some_and(|meeting| meeting.done < ranks) {
+        while table.meeting(seq, rank).is_some_and(|meeting| meeting.done < ranks) {
             changed.wait(&mut table);
         }
         let outlasted = met.end_ns.map_or(Ok(()), |end_ns| sleep_until(&mut table, rank, end_ns, &changed));
-        if let Some(meeting) = table.open.get_mut(&seq) {
+        if let Some(meeting) = table.meeting(seq, rank) {
             meeting.left += 1;
             if meeting.left == ranks {
-                table.open.remove(&seq);
+                table.close(seq, rank);
             }
         }
         outlasted
@@ -177,23 +195,24 @@ impl Meetings {
     /// Returns when as many ranks have posted their memory, over all meetings.
     #[cfg(test)]
     pub(super) fn wait_for_arrivals(&self, arrivals: usize) {
-        while self.table.lock().open.values().map(|meeting| meeting.arrived).sum::<usize>() < arrivals {
+        while self.table.lock().open.values().flatten().map(|meeting| meeting.arrived).sum::<usize>() < arrivals {
             std::thread::yield_now();
         }
     }
 
     /// Takes the directions of the link that the shape needs: when the transfer begins and ends.
-    fn book(&self, free_ns: &mut [[u64; 2]], shape: Shape, reached_ns: u64) -> (u64, Option<u64>) {
+    fn book(&self, free_ns: &mut [[u64; 2]], shape: Shape, members: &Members, reached_ns: u64) -> (u64, Option<u64>) {
         let Some(link) = self.link else { return (now_ns(), None) };
-        let ranks = free_ns.len();
-        let needs = |rank: usize, direction: usize| match shape {
-            Shape::AllGather { .. } | Shape::ReduceScatter { .. } => true,
-            Shape::Broadcast { root, .. } => (rank == root) == (direction == SENDS),
+        let world = free_ns.len();
+        let needs = |slot: usize, direction: usize| match shape {
+            Shape::AllGather { .. } | Shape::ReduceScatter { .. } | Shape::AllReduce { .. } => true,
+            Shape::Broadcast { root, .. } => (slot == root) == (direction == SENDS),
         };
-        let needed = || (0..ranks).flat_map(|r| [(r, SENDS), (r, RECEIVES)]).filter(|&(r, d)| needs(r, d));
-        let begin = needed().map(|(r, d)| free_ns[r][d]).fold(reached_ns, u64::max);
-        let end = begin.saturating_add(link.cost_ns(shape.wire_bytes(ranks)));
-        for (r, d) in needed() {
+        let both = members.ranks(world).enumerate().flat_map(|(slot, r)| [(slot, r, SENDS), (slot, r, RECEIVES)]);
+        let needed: Vec<_> = both.filter(|&(slot, _, d)| needs(slot, d)).map(|(_, r, d)| (r, d)).collect();
+        let begin = needed.iter().map(|&(r, d)| free_ns[r][d]).fold(reached_ns, u64::max);
+        let end = begin.saturating_add(link.cost_ns(shape.wire_bytes(members.count(world))));
+        for (r, d) in needed {
             free_ns[r][d] = end;
         }
         (begin, Some(end))
@@ -208,18 +227,30 @@ impl Table {
         self.mismatch.as_ref().map_or(Ok(()), |mismatch| Err(mismatch.seen_by(rank)))
     }
 
-    fn withdraw(&mut self, rank: usize, seq: u64) {
-        if let Some(meeting) = self.open.get_mut(&seq) {
-            meeting.posts[rank] = None;
-            meeting.arrived -= 1;
-            if meeting.arrived == 0 {
-                self.open.remove(&seq);
-            }
+    /// The open meeting under this number that this rank is a member of.
+    fn meeting(&mut self, seq: u64, rank: usize) -> Option<&mut Meeting> {
+        self.open.get_mut(&seq)?.iter_mut().find(|meeting| meeting.members.slot_of(rank).is_some())
+    }
+
+    fn withdraw(&mut self, rank: usize, slot: usize, seq: u64) {
+        let Some(meeting) = self.meeting(seq, rank) else { return };
+        meeting.posts[slot] = None;
+        meeting.arrived -= 1;
+        if meeting.arrived == 0 {
+            self.close(seq, rank);
+        }
+    }
+
+    fn close(&mut self, seq: u64, rank: usize) {
+        let Some(meetings) = self.open.get_mut(&seq) else { return };
+        meetings.retain(|meeting| meeting.members.slot_of(rank).is_none());
+        if meetings.is_empty() {
+            self.open.remove(&seq);
         }
     }
 
     fn wake_all(&self) {
-        for meeting in self.open.values() {
+        for meeting in self.open.values().flatten() {
             meeting.changed.notify_all();
         }
     }
@@ -250,12 +281,13 @@ fn sleep_until(
 }
 
 impl Meeting {
-    fn new(key: CollectiveKey, shape: Shape, first: usize, ranks: usize) -> Self {
+    fn new(brought: Brought<'_>, first: usize, members: usize) -> Self {
         Self {
-            key,
-            shape,
+            key: brought.key,
+            shape: brought.shape,
+            members: brought.members.clone(),
             first,
-            posts: vec![None; ranks],
+            posts: vec![None; members],
             arrived: 0,
             reached_ns: 0,
             done: 0,
@@ -263,6 +295,17 @@ impl Meeting {
             met: None,
             changed: Arc::new(Condvar::new()),
         }
+    }
+
+    fn brought(&self) -> Brought<'_> {
+        Brought { key: self.key, shape: self.shape, members: &self.members }
+    }
+}
+
+impl std::fmt::Display for Brought<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} as {}", self.key, self.shape)?;
+        if *self.members == Members::ALL { Ok(()) } else { write!(f, " of {}", self.members) }
     }
 }
 

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use half::{bf16, f16};
 
+mod groups;
+
 use super::*;
 use crate::buffer::{BufRange, BufferId};
 use crate::clock::now_ns;
@@ -15,7 +17,7 @@ use crate::error::{Failure, FailureKind};
 const NOWHERE: BufRange = BufRange { buffer: BufferId(0), start: 0, end: 0 };
 
 fn key(seq: u64, bucket: u32) -> CollectiveKey {
-    CollectiveKey { seq, kind: CollectiveKind::Gather, bucket, bytes: 0, dtype: DType::F32, version: 0 }
+    CollectiveKey { seq, kind: CollectiveKind::Gather, bucket, bytes: 0, dtype: DType::F32, version: 0, group: 0 }
 }
 
 fn gather() -> CollectiveOp {
@@ -95,7 +97,7 @@ fn reduces_right<T: Element>(world: &Arc<LocalWorld>) {
     let sums = on_ranks(world, |transport| {
         let send: Vec<T> = (0..d * NUMEL).map(|i| T::from_f32(value(transport.rank(), i))).collect();
         let mut recv = vec![f32::NAN; NUMEL];
-        let collective = Collective { key: key(0, 0), op: reduce(T::DTYPE) };
+        let collective = Collective::of_all(key(0, 0), reduce(T::DTYPE));
         apart(transport, &collective, &send, &mut recv).unwrap();
         recv
     });
@@ -123,7 +125,7 @@ fn a_reduce_scatter_in_place_sums_in_rank_order() {
         let value = |rank: usize, i: usize| [1e8, 1.0, -1e8, 3.0, 0.1][(rank + i) % 5] * (1.0 + i as f32);
         let all = on_ranks(&world, |transport| {
             let mut all: Vec<f32> = (0..d * NUMEL).map(|i| value(transport.rank(), i)).collect();
-            in_place(transport, &Collective { key: key(0, 0), op: reduce(DType::F32) }, &mut all, false).unwrap();
+            in_place(transport, &Collective::of_all(key(0, 0), reduce(DType::F32)), &mut all, false).unwrap();
             all
         });
         for (rank, all) in all.iter().enumerate() {
@@ -145,9 +147,9 @@ fn an_all_gather_brings_every_part_in_and_out_of_place() {
             let mine = transport.rank() * NUMEL..(transport.rank() + 1) * NUMEL;
             let mut inside = vec![0_u16; d * NUMEL];
             inside[mine.clone()].copy_from_slice(&want[mine.clone()]);
-            in_place(transport, &Collective { key: key(0, 0), op: gather() }, &mut inside, true).unwrap();
+            in_place(transport, &Collective::of_all(key(0, 0), gather()), &mut inside, true).unwrap();
             let mut outside = vec![0_u16; d * NUMEL];
-            apart(transport, &Collective { key: key(1, 0), op: gather() }, &want[mine], &mut outside).unwrap();
+            apart(transport, &Collective::of_all(key(1, 0), gather()), &want[mine], &mut outside).unwrap();
             (inside, outside)
         });
         for (inside, outside) in results {
@@ -165,7 +167,7 @@ fn a_broadcast_brings_the_roots_bytes() {
                 let mut bytes = vec![transport.rank() as u8; 777];
                 let start = bytes.as_mut_ptr();
                 let memory = HostMemory { send: start, send_bytes: 777, recv: start, recv_bytes: 777 };
-                let collective = Collective { key: key(root as u64, 0), op: broadcast(root) };
+                let collective = Collective::of_all(key(root as u64, 0), broadcast(root));
                 // SAFETY: the vector lives until the call returns.
                 unsafe { transport.run(&collective, &memory, now_ns()) }.unwrap();
                 bytes
@@ -179,8 +181,8 @@ fn a_broadcast_brings_the_roots_bytes() {
 fn collectives_of_no_bytes_meet_all_the_same() {
     let world = LocalWorld::new(3, None).unwrap();
     on_ranks(&world, |transport| {
-        apart::<u8, u8>(transport, &Collective { key: key(0, 0), op: gather() }, &[], &mut []).unwrap();
-        apart::<f32, f32>(transport, &Collective { key: key(1, 0), op: reduce(DType::F32) }, &[], &mut []).unwrap();
+        apart::<u8, u8>(transport, &Collective::of_all(key(0, 0), gather()), &[], &mut []).unwrap();
+        apart::<f32, f32>(transport, &Collective::of_all(key(1, 0), reduce(DType::F32)), &[], &mut []).unwrap();
     });
 }
 
@@ -194,7 +196,7 @@ fn two_streams_per_rank_run_thousands_of_collectives_at_once() {
                 for round in 0..ROUNDS {
                     let mut all = [0.0_f32; 3];
                     all[transport.rank()] = round as f32;
-                    let collective = Collective { key: key(2 * round, 0), op: gather() };
+                    let collective = Collective::of_all(key(2 * round, 0), gather());
                     in_place(transport, &collective, &mut all, true).unwrap();
                     assert_eq!(all, [round as f32; 3]);
                 }
@@ -202,7 +204,7 @@ fn two_streams_per_rank_run_thousands_of_collectives_at_once() {
             for round in 0..ROUNDS {
                 let send = [round as f32; 3];
                 let mut sum = [0.0_f32];
-                let collective = Collective { key: key(2 * round + 1, 0), op: reduce(DType::F32) };
+                let collective = Collective::of_all(key(2 * round + 1, 0), reduce(DType::F32));
                 apart(transport, &collective, &send, &mut sum).unwrap();
                 assert_eq!(sum, [3.0 * round as f32]);
             }
@@ -217,7 +219,7 @@ fn ranks_that_disagree_all_hear_both_sides_now_and_later() {
     let errors = on_ranks(&world, |transport| {
         let bucket = if transport.rank() == 1 { 5 } else { 4 };
         let run = |seq, bucket| {
-            let collective = Collective { key: key(seq, bucket), op: gather() };
+            let collective = Collective::of_all(key(seq, bucket), gather());
             apart(transport, &collective, &[0_u8], &mut [0_u8; 3]).unwrap_err()
         };
         [run(7, bucket), run(8, 0)]
@@ -235,7 +237,7 @@ fn ranks_that_disagree_all_hear_both_sides_now_and_later() {
 #[test]
 fn ranks_that_bring_another_operation_or_length_disagree() {
     let run = |transport: &LocalTransport, op, send: &[f32], recv: &mut [f32]| {
-        apart(transport, &Collective { key: key(0, 0), op }, send, recv).unwrap_err().to_string()
+        apart(transport, &Collective::of_all(key(0, 0), op), send, recv).unwrap_err().to_string()
     };
     let world = LocalWorld::new(2, None).unwrap();
     let operation = on_ranks(&world, |transport| match transport.rank() {
@@ -258,7 +260,7 @@ fn ranks_that_bring_another_operation_or_length_disagree() {
 fn a_disagreement_wakes_who_waits_in_another_meeting() {
     let world = LocalWorld::new(2, None).unwrap();
     let run = |transport: &LocalTransport, seq, bucket| {
-        let collective = Collective { key: key(seq, bucket), op: gather() };
+        let collective = Collective::of_all(key(seq, bucket), gather());
         apart(transport, &collective, &[0_u8], &mut [0_u8; 2])
     };
     std::thread::scope(|scope| {
@@ -278,7 +280,7 @@ fn memory_that_does_not_fit_is_refused() {
     let world = LocalWorld::new(2, None).unwrap();
     let transport = world.transport(1).unwrap();
     let refused = |op, send: &[u8], recv: &mut [u8]| {
-        let error = apart(&transport, &Collective { key: key(0, 0), op }, send, recv).unwrap_err();
+        let error = apart(&transport, &Collective::of_all(key(0, 0), op), send, recv).unwrap_err();
         assert!(matches!(error, CommError::Shape { .. }), "{error}");
     };
     refused(gather(), &[0; 4], &mut [0; 7]);
@@ -292,7 +294,7 @@ fn memory_that_does_not_fit_is_refused() {
     // In place is slot 1 here; this is slot 0.
     let memory = HostMemory { send: start, send_bytes: 8, recv: start, recv_bytes: 16 };
     // SAFETY: the array lives until the call returns.
-    let error = unsafe { transport.run(&Collective { key: key(0, 0), op: gather() }, &memory, now_ns()) }.unwrap_err();
+    let error = unsafe { transport.run(&Collective::of_all(key(0, 0), gather()), &memory, now_ns()) }.unwrap_err();
     assert!(error.to_string().contains("in place"), "{error}");
 }
 
@@ -306,7 +308,7 @@ fn an_abort_wakes_its_rank_only_and_refuses_what_comes() {
             let transport = world.transport(rank).unwrap();
             let sender = sender.clone();
             scope.spawn(move || {
-                let collective = Collective { key: key(0, 0), op: gather() };
+                let collective = Collective::of_all(key(0, 0), gather());
                 let result = apart(&transport, &collective, &[0_u8], &mut [0_u8; 3]);
                 sender.send((rank, result.unwrap_err())).unwrap();
             });
@@ -318,7 +320,7 @@ fn an_abort_wakes_its_rank_only_and_refuses_what_comes() {
             let (who, error) = ended.recv_timeout(Duration::from_secs(20)).unwrap();
             assert_eq!(who, rank, "a peer must keep waiting until it is aborted too");
             assert!(matches!(error, CommError::Aborted(first) if first == cause));
-            let later = Collective { key: key(1, 0), op: gather() };
+            let later = Collective::of_all(key(1, 0), gather());
             let later = apart(&transport, &later, &[0_u8], &mut [0_u8; 3]);
             assert!(matches!(later, Err(CommError::Aborted(_))));
         }
@@ -337,7 +339,7 @@ fn transfers_share_the_emulated_link_one_after_the_other() {
         let run = |stream: u64| {
             let mut begins = Vec::new();
             for i in 0..10 {
-                let collective = Collective { key: key(2 * i + stream, 0), op: gather() };
+                let collective = Collective::of_all(key(2 * i + stream, 0), gather());
                 let mut all = vec![0_u8; 8000];
                 begins.push(in_place(transport, &collective, &mut all, true).unwrap().begin_ns);
             }
@@ -363,7 +365,7 @@ fn a_broadcast_needs_one_direction_and_moves_everything_once() {
         let mut bytes = vec![0_u8; 5000];
         let start = bytes.as_mut_ptr();
         let memory = HostMemory { send: start, send_bytes: 5000, recv: start, recv_bytes: 5000 };
-        let collective = Collective { key: key(seq, 0), op: broadcast(root) };
+        let collective = Collective::of_all(key(seq, 0), broadcast(root));
         // SAFETY: the vector lives until the call returns.
         unsafe { transport.run(&collective, &memory, now_ns()) }.unwrap().begin_ns
     };
@@ -380,7 +382,7 @@ fn a_thread_that_wakes_late_does_not_slow_down_the_link() {
             let start = all.as_mut_ptr();
             let send = start.wrapping_add(4000 * transport.rank());
             let memory = HostMemory { send, send_bytes: 4000, recv: start, recv_bytes: 8000 };
-            let collective = Collective { key: key(seq, 0), op: gather() };
+            let collective = Collective::of_all(key(seq, 0), gather());
             // SAFETY: the vector lives until the call returns, and nobody else has it.
             unsafe { transport.run(&collective, &memory, reached_ns) }.unwrap()
         };
@@ -405,7 +407,7 @@ fn an_abort_ends_a_long_transfer() {
                 let transport = world.transport(rank).unwrap();
                 scope.spawn(move || {
                     let mut all = [rank as u8 + 1; 2];
-                    let result = in_place(&transport, &Collective { key: key(0, 0), op: gather() }, &mut all, true);
+                    let result = in_place(&transport, &Collective::of_all(key(0, 0), gather()), &mut all, true);
                     (result, all)
                 })
             })
@@ -428,7 +430,7 @@ fn an_abort_ends_a_long_transfer() {
 fn one_rank_has_no_link_and_a_world_needs_sense() {
     let alone = LocalWorld::new(1, Some(Link { bytes_per_second: 1e-9, latency: Duration::from_mins(50) })).unwrap();
     let transport = alone.transport(0).unwrap();
-    apart(&transport, &Collective { key: key(0, 0), op: gather() }, &[1_u8], &mut [0_u8]).unwrap();
+    apart(&transport, &Collective::of_all(key(0, 0), gather()), &[1_u8], &mut [0_u8]).unwrap();
     assert!(matches!(LocalWorld::new(0, None), Err(DeviceError::World(WorldError::NoRanks))));
     for rate in [0.0, -1.0, f64::NAN, f64::INFINITY] {
         let link = Link { bytes_per_second: rate, latency: Duration::ZERO };

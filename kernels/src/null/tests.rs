@@ -31,7 +31,9 @@ fn gather(range: BufRange) -> Collective {
             bytes: range.bytes() as u64,
             dtype: DType::F32,
             version: 1,
+            group: 0,
         },
+        members: crate::Members::ALL,
         op: CollectiveOp::AllGather { send: range, recv: range },
     }
 }

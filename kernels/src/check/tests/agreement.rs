@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::check::oracle::{At, truth};
+use crate::members::Members;
 
 #[derive(Clone, Copy, Debug)]
 enum Op {
@@ -45,8 +46,9 @@ fn any_op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// One log per rank. Ranks issue equally many collectives; `swap` exchanges the first two of the last rank.
-fn logs_of(ranks: &[Vec<Op>], swap: bool) -> Vec<Vec<LogEntry>> {
+/// One log per rank. Ranks issue equally many collectives; `swap` exchanges the first two of the last rank. Those with odd
+/// numbers are of the ranks before `split` and of those from it on.
+fn logs_of(ranks: &[Vec<Op>], swap: bool, split: usize) -> Vec<Vec<LogEntry>> {
     let is_collective = |op: &&Op| matches!(op, Op::Collective(..));
     let most = ranks.iter().map(|ops| ops.iter().filter(is_collective).count()).max().unwrap_or(0);
     let nothing = range(0, 0);
@@ -83,7 +85,11 @@ fn logs_of(ranks: &[Vec<Op>], swap: bool) -> Vec<Vec<LogEntry>> {
                     Op::Collective(on, send, recv) => {
                         let number = if swap && rank + 1 == ranks.len() && seq < 2 && most > 1 { 1 - seq } else { seq };
                         seq += 1;
-                        collective(StreamId(on), key(number, CollectiveKind::Gather), send, recv)
+                        let groups = [0..split.min(ranks.len()), split.min(ranks.len())..ranks.len()];
+                        let group = groups.into_iter().find(|group| group.contains(&rank));
+                        let group = group.filter(|_| number % 2 == 1).unwrap_or(0..ranks.len());
+                        let members = Members::of(group, ranks.len());
+                        among(members, collective(StreamId(on), key(number, CollectiveKind::Gather), send, recv))
                     }
                     Op::Demanded(count) => demanded(count),
                     Op::WaitEnded(position) => wait_ended(position),
@@ -107,8 +113,9 @@ proptest! {
         ranks in prop::collection::vec(prop::collection::vec(any_op(), 0..14), 1..4),
         swap in prop::bool::weighted(0.1),
         credits in prop::option::of(1..3_u32),
+        split in 0..3_usize,
     ) {
-        let logs = logs_of(&ranks, swap);
+        let logs = logs_of(&ranks, swap, split);
         prop_assume!(logs.iter().map(Vec::len).sum::<usize>() <= 64);
         let order = (0..64).collect();
         let ahead = match credits {
