@@ -85,6 +85,8 @@ pub struct Config {
     pub(crate) grad_dtype: DType,
     pub(crate) bucket_size: Option<usize>,
     pub(crate) num_buckets: Option<usize>,
+    /// 0: every bucket by itself.
+    pub(crate) gather_group_bytes: usize,
     pub(crate) layout: Layout,
     pub(crate) bandwidth_alignment: bool,
     pub(crate) lr: f64,
@@ -128,6 +130,7 @@ impl Default for Config {
             grad_dtype: DType::F32,
             bucket_size: None,
             num_buckets: None,
+            gather_group_bytes: 0,
             layout: Layout::Standard,
             bandwidth_alignment: false,
             lr: 1e-3,

@@ -399,7 +399,8 @@ impl Model {
             return Err(ConfigError::Dead { key: "grad_dtype", reason }.into());
         }
         config.validate_for(ranks, self.f16_params(config))?;
-        Ok(Plan::new(&self.plan_input(ranks, config)).map_err(ModelError::from)?)
+        let plan = Plan::new(&self.plan_input(ranks, config)).map_err(ModelError::from)?;
+        Ok(plan.with_gather_calls(config.gather_group_bytes))
     }
 
     fn plan_input(&self, ranks: usize, config: &Config) -> PlanInput {

@@ -148,6 +148,8 @@ pub enum Action {
         key: CollectiveKey,
         /// Behind what.
         after: After,
+        /// The next one belongs to the same call; the event comes back for the last of them.
+        more: bool,
     },
     /// Deliver the verdict of `step` to the optimizer when the event is done.
     WhenVerdict {

@@ -75,6 +75,8 @@ pub struct Communicator {
     drained: u64,
     compare_every: u64,
     history: VecDeque<CollectiveKey>,
+    /// Issued in one call with a later one, whose event is theirs too.
+    unanswered: VecDeque<CollectiveKey>,
 }
 
 impl Communicator {
@@ -89,6 +91,7 @@ impl Communicator {
             drained: 0,
             compare_every,
             history: VecDeque::new(),
+            unanswered: VecDeque::new(),
         }
     }
 
@@ -109,6 +112,13 @@ impl Communicator {
     /// Issues what is next for as long as it was asked for.
     fn advance(&mut self, actions: &mut Vec<Action>) {
         loop {
+            let (call, requests) = (self.sequence.call(), &self.gathers);
+            let asked =
+                |bucket: &BucketId, wanted: u64| requests[bucket.index()].as_ref().is_some_and(|r| r.0 == wanted);
+            let more = call.len() > 1;
+            if more && !call.iter().all(|bucket| asked(bucket, self.sequence.step() + 1)) {
+                return;
+            }
             let taken = match self.sequence.next() {
                 Entry::Reduce { step, bucket } => take(&mut self.reduces[bucket.0 as usize], step),
                 Entry::Small { step } => take(&mut self.small, step),
@@ -122,7 +132,10 @@ impl Communicator {
                 self.history.pop_front();
             }
             self.history.push_back(key);
-            actions.push(Action::Issue { key, after });
+            if more {
+                self.unanswered.push_back(key);
+            }
+            actions.push(Action::Issue { key, after, more });
             if self.sequence.step() != step {
                 self.step_over(step, actions);
             }
@@ -146,6 +159,16 @@ impl Communicator {
             actions.push(Action::Send(Letter::PreHook(PreHookMsg::Drain { version: step })));
         }
     }
+}
+
+/// Tells who asked for a collective that it was issued.
+fn answer(key: CollectiveKey, event: Event, actions: &mut Vec<Action>) {
+    let bucket = BucketId(key.bucket);
+    actions.push(Action::Send(match key.kind {
+        CollectiveKind::Reduce => Letter::Bucket(bucket, BucketMsg::ReduceIssued { step: key.version, event }),
+        CollectiveKind::Gather => Letter::Bucket(bucket, BucketMsg::GatherIssued { version: key.version, event }),
+        _ => Letter::Optimizer(OptimizerMsg::SmallIssued { step: key.version, event }),
+    }));
 }
 
 fn take(slot: &mut Option<(u64, After)>, wanted: u64) -> Option<After> {
@@ -177,15 +200,10 @@ impl Machine for Communicator {
                 }
             }
             CommunicatorMsg::Issued { key, event } => {
-                actions.push(Action::Send(match key.kind {
-                    CollectiveKind::Reduce => {
-                        Letter::Bucket(BucketId(key.bucket), BucketMsg::ReduceIssued { step: key.version, event })
-                    }
-                    CollectiveKind::Gather => {
-                        Letter::Bucket(BucketId(key.bucket), BucketMsg::GatherIssued { version: key.version, event })
-                    }
-                    _ => Letter::Optimizer(OptimizerMsg::SmallIssued { step: key.version, event }),
-                }));
+                while let Some(earlier) = self.unanswered.pop_front_if(|earlier| earlier.seq < key.seq) {
+                    answer(earlier, event.clone(), actions);
+                }
+                answer(key, event, actions);
                 return Ok(());
             }
             message => return Err(self.wrong(&message)),
@@ -323,6 +341,43 @@ mod tests {
         say(&mut updated, gather(1, 0));
         say(&mut updated, gather(1, 1));
         assert_eq!(say(&mut updated, gather(1, 2)), ["6:gather 2", "digest 0 of 7"]);
+    }
+
+    #[test]
+    fn a_call_is_issued_once_all_of_it_was_asked_for_and_its_event_is_everybodys() {
+        let mut c = communicator(0);
+        c.sequence = c.sequence.clone().in_calls(vec![2, 2, 3]);
+        let mut issue = |message| {
+            let mut actions = Vec::new();
+            c.on(message, &mut actions).unwrap();
+            let issued = |action| match action {
+                Action::Issue { key, more, .. } => Some((key, more)),
+                _ => None,
+            };
+            actions.into_iter().filter_map(issued).collect::<Vec<_>>()
+        };
+        for bucket in [2, 1, 0] {
+            issue(CommunicatorMsg::Reduce { step: 0, bucket: BucketId(bucket), after: Vec::new() });
+        }
+        issue(CommunicatorMsg::Small { step: 0, after: Vec::new() });
+        issue(CommunicatorMsg::Verdict { step: 0, updated: true });
+        let gather = |bucket| CommunicatorMsg::Gather { version: 1, bucket: BucketId(bucket), after: Vec::new() };
+        assert!(issue(gather(1)).is_empty());
+        assert!(issue(gather(2)).is_empty());
+        let issued = issue(gather(0));
+        let parts: Vec<_> = issued.iter().map(|(key, more)| (key.bucket, *more)).collect();
+        assert_eq!(parts, [(0, true), (1, false), (2, false)]);
+        let mut answered = |key| {
+            let mut actions = Vec::new();
+            c.on(CommunicatorMsg::Issued { key, event: Event::done(7) }, &mut actions).unwrap();
+            let bucket = |action| match action {
+                Action::Send(Letter::Bucket(id, BucketMsg::GatherIssued { version: 1, event })) => (id.0, event.id()),
+                other => panic!("{other:?}"),
+            };
+            actions.into_iter().map(bucket).collect::<Vec<_>>()
+        };
+        assert_eq!(answered(issued[1].0), [(0, 7), (1, 7)]);
+        assert_eq!(answered(issued[2].0), [(2, 7)]);
     }
 
     #[test]

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use gatherflow_kernels::{
-    Cause, CollectiveKey, CollectiveKind, Comm, Device, DeviceError, Event, Failure, FailureKind, StreamId, StreamKind,
-    Work, clock,
+    Cause, Collective, CollectiveKey, CollectiveKind, Comm, Device, DeviceError, Event, Failure, FailureKind, StreamId,
+    StreamKind, Work, clock,
 };
 use parking_lot::Mutex;
 
@@ -116,12 +116,18 @@ impl Hands {
         }
     }
 
-    /// Issues a collective behind events; the event behind it comes back.
-    pub(crate) fn issue(&self, comm: &mut Comm, key: CollectiveKey, after: &After) -> Result<Event, DeviceError> {
+    /// Issues a collective behind events; the event behind it comes back, unless the call has `more` of them.
+    pub(crate) fn issue(
+        &self,
+        comm: &mut Comm,
+        key: CollectiveKey,
+        after: &After,
+        more: bool,
+    ) -> Result<Option<Event>, DeviceError> {
         let on = if key.kind == CollectiveKind::Gather { self.streams.gather } else { self.streams.reduce };
         self.wait_all(on, after)?;
-        comm.issue(on, self.lowering.collective(key))?;
-        Ok(self.device.record(on))
+        comm.issue(on, Collective { more, ..self.lowering.collective(key) })?;
+        Ok((!more).then(|| self.device.record(on)))
     }
 
     /// Counts an issued collective and keeps it until its end was seen.
@@ -311,12 +317,12 @@ impl Hands {
                 result.map_err(device)?;
                 return Ok(M::enqueued(op, self.device.record(on)));
             }
-            Action::Issue { key, after } => {
+            Action::Issue { key, after, more } => {
                 let Some(issuer) = issuer else {
                     let message = format!("an actor without the right to do so issued the {key}");
                     return Err(Arc::new(Failure::new(FailureKind::Actor, self.control.rank(), message)));
                 };
-                if let Some(event) = issuer.issue(self, key, after).map_err(device)? {
+                if let Some(event) = issuer.issue(self, key, after, more).map_err(device)? {
                     return Ok(M::issued(key, event));
                 }
             }

@@ -18,9 +18,32 @@ use crate::supervisor::SupervisorMsg;
 #[derive(Debug)]
 pub(crate) enum Issuer {
     /// Issuing never blocks.
-    Inline(Comm),
+    Inline(Comm, Call),
     /// Issuing may block; requests go to the thread in order.
-    Thread(Sender<(CollectiveKey, After)>),
+    Thread(Sender<(CollectiveKey, After, bool)>),
+}
+
+/// The collectives of one call so far: their event comes with the last.
+#[derive(Debug, Default)]
+pub(crate) struct Call(Vec<CollectiveKey>);
+
+impl Call {
+    /// Issues one more, and notes all of them with the last.
+    fn issue(
+        &mut self,
+        hands: &Hands,
+        comm: &mut Comm,
+        key: CollectiveKey,
+        after: &After,
+        more: bool,
+    ) -> Result<Option<Event>, DeviceError> {
+        let event = hands.issue(comm, key, after, more)?;
+        self.0.push(key);
+        if let Some(event) = &event {
+            self.0.drain(..).for_each(|key| hands.note_issued(key, event));
+        }
+        Ok(event)
+    }
 }
 
 impl Issuer {
@@ -30,23 +53,23 @@ impl Issuer {
     /// If the thread cannot be started.
     pub(crate) fn start(comm: Comm, hands: &Arc<Hands>, post: &Arc<dyn Post>) -> Result<Self, DeviceError> {
         if !comm.may_block() {
-            return Ok(Self::Inline(comm));
+            return Ok(Self::Inline(comm, Call::default()));
         }
-        let (sender, requests) = crossbeam_channel::unbounded::<(CollectiveKey, After)>();
+        let (sender, requests) = crossbeam_channel::unbounded::<(CollectiveKey, After, bool)>();
         let (hands, post) = (hands.clone(), post.clone());
-        let mut comm = comm;
+        let (mut comm, mut call) = (comm, Call::default());
         std::thread::Builder::new()
             .name(format!("gf-issue-{}", comm.rank()))
             .spawn(move || {
-                for (key, after) in requests {
-                    let issue = AssertUnwindSafe(|| hands.issue(&mut comm, key, &after).map_err(|e| hands.failure(&e)));
-                    let issued = catch_unwind(issue).unwrap_or_else(|_| {
+                for (key, after, more) in requests {
+                    let issue = || call.issue(&hands, &mut comm, key, &after, more).map_err(|e| hands.failure(&e));
+                    let issued = catch_unwind(AssertUnwindSafe(issue)).unwrap_or_else(|_| {
                         let message = format!("the issuing thread panicked while it issued the {key}");
                         Err(Arc::new(Failure::new(FailureKind::Collective, hands.control.rank(), message)))
                     });
                     match issued {
-                        Ok(event) => {
-                            hands.note_issued(key, &event);
+                        Ok(None) => {}
+                        Ok(Some(event)) => {
                             post.post(Letter::Communicator(CommunicatorMsg::Issued { key, event }));
                         }
                         Err(cause) => {
@@ -60,24 +83,21 @@ impl Issuer {
         Ok(Self::Thread(sender))
     }
 
-    /// Issues a collective; the event if that happened at once.
+    /// Issues a collective; the event if that happened at once and the call has no more.
     pub(crate) fn issue(
         &mut self,
         hands: &Hands,
         key: CollectiveKey,
         after: After,
+        more: bool,
     ) -> Result<Option<Event>, DeviceError> {
         match self {
-            Self::Inline(comm) => {
-                let event = hands.issue(comm, key, &after)?;
-                hands.note_issued(key, &event);
-                Ok(Some(event))
-            }
+            Self::Inline(comm, call) => call.issue(hands, comm, key, &after, more),
             Self::Thread(sender) => {
                 let open = Outstanding { key, event: None, since_ns: clock::now_ns() };
                 hands.outstanding.lock().push_back(open);
                 // A closed channel means that the thread failed and has told the supervisor.
-                let _ = sender.send((key, after));
+                let _ = sender.send((key, after, more));
                 Ok(None)
             }
         }

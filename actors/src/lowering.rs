@@ -257,7 +257,7 @@ impl Lowering {
             }
             _ => CollectiveOp::AllGather { send: self.own_record, recv: self.records },
         };
-        Collective { key, members: self.members(&key).clone(), op }
+        Collective::new(key, self.members(&key).clone(), op)
     }
 
     /// Who runs a collective together with this rank.

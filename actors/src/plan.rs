@@ -11,6 +11,7 @@
 //! | `ids`, `range` | newtypes, half-open ranges | L1 |
 //! | `layout` | buffers, buckets, padding, frozen parameters | L2-L5, L8, L10 |
 //! | `order` | places, gather order, what each unit needs | L9, O1, C1 |
+//! | `calls` | gathers that are issued together | C1 |
 //! | `owned` | a rank's pieces in four coordinates | L6, L7, T2a |
 //! | `memory` | allocations and their cells | |
 //! | `summary` | what ranks compare at start-up | O2 |
@@ -21,6 +22,7 @@
 //! the thing. Making it costs O(parameters + buckets) (L11), reading it one index. Accessors by id panic on ids of
 //! another plan, as indexing does.
 
+mod calls;
 mod check;
 mod cost;
 mod describe;
@@ -99,6 +101,7 @@ pub struct Plan {
     buckets: Vec<BucketPlan>,
     frozen: Vec<FrozenPlan>,
     order: Vec<BucketId>,
+    call_ends: Vec<u32>,
 }
 
 impl Plan {
@@ -153,7 +156,9 @@ impl Plan {
             buckets: layout.buckets,
             frozen: layout.frozen,
             order,
-        })
+            call_ends: Vec::new(),
+        }
+        .with_gather_calls(0))
     }
 
     /// d: the number of ranks that share one set of shards.

@@ -123,6 +123,8 @@ struct Demand {
 #[derive(Clone, Debug)]
 pub struct PreHook {
     order: Vec<BucketId>,
+    /// By position: the position after the last gather of the same call.
+    call_ends: Vec<u32>,
     /// Bytes of the first i gathers.
     bytes_before: Vec<u64>,
     mode: Overlap,
@@ -162,6 +164,7 @@ impl PreHook {
         }
         Self {
             outstanding: vec![false; order.len()],
+            call_ends: (1..=order.len() as u32).collect(),
             order,
             bytes_before,
             mode,
@@ -184,6 +187,12 @@ impl PreHook {
     #[must_use]
     pub fn starting(self, first: FirstGather) -> Self {
         Self { first, ..self }
+    }
+
+    /// The same, with gathers that go together: the plan's [`call_ends`](crate::plan::Plan::call_ends).
+    #[must_use]
+    pub fn in_calls(self, call_ends: Vec<u32>) -> Self {
+        Self { call_ends, ..self }
     }
 
     /// The version whose gathers it lets go.
@@ -238,25 +247,27 @@ impl PreHook {
         let demanded = self.demand.entered.max(self.demand.forced).min(total);
         while self.let_go < total {
             let next = self.let_go;
+            let end = self.call_ends[next as usize];
             let forced = next < self.demand.forced;
             // What no entry has to wait for: the start of a version, before anything is demanded. Where that was shut, what
             // an entry finds here waited for it.
             let (goes, free) = match self.mode {
                 Overlap::None => (true, true),
                 Overlap::Chain => (forced || next <= self.waited, next == 0),
-                Overlap::Window => (next < demanded || self.within_credits(demanded), self.within_credits(0)),
+                Overlap::Window => (next < demanded || self.within_credits(demanded, end), self.within_credits(0, end)),
             };
             if !goes {
                 break;
             }
-            self.let_go += 1;
-            let bucket = self.order[next as usize];
-            self.outstanding[bucket.index()] = true;
-            actions.push(Action::LetGo {
-                bucket,
-                version: self.version,
-                after_entry: by_entry && !forced && !(free && self.first == FirstGather::Step),
-            });
+            self.let_go = end;
+            for &bucket in &self.order[next as usize..end as usize] {
+                self.outstanding[bucket.index()] = true;
+                actions.push(Action::LetGo {
+                    bucket,
+                    version: self.version,
+                    after_entry: by_entry && !forced && !(free && self.first == FirstGather::Step),
+                });
+            }
         }
         let ahead = self.ahead_bytes(demanded);
         if ahead > self.peak_ahead_bytes && self.mode != Overlap::None {
@@ -265,12 +276,11 @@ impl PreHook {
         }
     }
 
-    /// Whether one more gather stays within the credits when the first `demanded` are demanded.
-    fn within_credits(&self, demanded: u32) -> bool {
-        let next = self.let_go as usize;
-        let ahead = self.let_go.saturating_sub(demanded);
-        let bytes = self.bytes_before[next + 1] - self.bytes_before[(demanded as usize).min(next)];
-        ahead < self.credits.buckets && self.credits.bytes.is_none_or(|budget| bytes <= budget)
+    /// Whether the gathers up to `end` stay within the credits when the first `demanded` are demanded.
+    fn within_credits(&self, demanded: u32, end: u32) -> bool {
+        let demanded = demanded.min(self.let_go);
+        let bytes = self.bytes_before[end as usize] - self.bytes_before[demanded as usize];
+        end - demanded <= self.credits.buckets && self.credits.bytes.is_none_or(|budget| bytes <= budget)
     }
 
     /// Bytes let go beyond the first `demanded` gathers.
@@ -399,6 +409,28 @@ mod tests {
 
     fn none() -> (Vec<u32>, Vec<u32>) {
         (vec![], vec![])
+    }
+
+    #[test]
+    fn a_call_goes_as_a_whole_and_only_within_the_credits() {
+        // Calls of the positions 0 and 1, of 2, and of 3 and 4.
+        let calls = || vec![2, 2, 3, 5, 5];
+        let mut window = prehook(Overlap::Window, 3, None).in_calls(calls());
+        assert_eq!(say(&mut window, finished(1)).0, [0, 1, 2]);
+        assert_eq!(say(&mut window, demand(1, 1)).0, [] as [u32; 0], "two more would be one too many");
+        assert_eq!(say(&mut window, demand(1, 2)).0, [3, 4]);
+        let mut bytes = prehook(Overlap::Window, 5, Some(60)).in_calls(calls());
+        assert_eq!(say(&mut bytes, finished(1)).0, [0, 1, 2]);
+        assert_eq!(say(&mut bytes, demand(1, 3)).0, [] as [u32; 0], "40 and 50 bytes go on demand only");
+        assert_eq!(say(&mut bytes, demand(1, 5)).0, [3, 4]);
+        let mut chain = prehook(Overlap::Chain, 1, None).in_calls(calls());
+        assert_eq!(say(&mut chain, finished(1)).0, [0, 1]);
+        let waited = |waited| PreHookMsg::WaitEnded { version: 1, waited };
+        assert_eq!(say(&mut chain, waited(1)).0, [] as [u32; 0]);
+        assert_eq!(say(&mut chain, waited(2)).0, [2]);
+        assert_eq!(say(&mut chain, waited(3)).0, [3, 4]);
+        let mut none = prehook(Overlap::None, 1, None).in_calls(calls());
+        assert_eq!(say(&mut none, finished(1)).0, [0, 1, 2, 3, 4]);
     }
 
     #[test]

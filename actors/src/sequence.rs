@@ -63,6 +63,8 @@ enum Phase {
 pub struct Sequence {
     /// Buckets in gather order.
     order: Vec<BucketId>,
+    /// By position in it: the position after the last gather of the same call.
+    call_ends: Vec<u32>,
     wire: Vec<WireBucket>,
     small_bytes: u64,
     step: u64,
@@ -75,7 +77,22 @@ impl Sequence {
     /// A cursor at step 0. `wire` is indexed by bucket; `first_seq` is the number of collectives issued before.
     pub fn new(order: Vec<BucketId>, wire: Vec<WireBucket>, small_bytes: u64, first_seq: u64) -> Self {
         let phase = if order.is_empty() { Phase::Small } else { Phase::Reduces(0) };
-        Self { order, wire, small_bytes, step: 0, phase, seq: first_seq, digest: Fnv::BASIS }
+        let call_ends = (1..=order.len() as u32).collect();
+        Self { order, call_ends, wire, small_bytes, step: 0, phase, seq: first_seq, digest: Fnv::BASIS }
+    }
+
+    /// The same, with gathers that are issued together: the plan's [`call_ends`](crate::plan::Plan::call_ends).
+    #[must_use]
+    pub fn in_calls(self, call_ends: Vec<u32>) -> Self {
+        Self { call_ends, ..self }
+    }
+
+    /// The buckets whose gathers are issued in one call from here on; none where no gather is next.
+    pub fn call(&self) -> &[BucketId] {
+        match self.phase {
+            Phase::Gathers(i) => &self.order[i as usize..self.call_ends[i as usize] as usize],
+            _ => &[],
+        }
     }
 
     /// What is next.

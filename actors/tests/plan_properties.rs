@@ -110,6 +110,31 @@ proptest! {
     }
 
     #[test]
+    fn calls_are_runs_of_whole_buckets_within_their_bytes(input in model(), bytes in 0_usize..20_000) {
+        let (alone, plan) = (Plan::new(&input).unwrap(), Plan::new(&input).unwrap().with_gather_calls(bytes));
+        prop_assert_eq!(&alone, &alone.clone().with_gather_calls(0));
+        prop_assert_eq!(plan.gather_order(), alone.gather_order());
+        let size = |position: usize| {
+            let bucket = plan.bucket(plan.gather_order()[position]);
+            bucket.numel() * plan.buffer(bucket.buffer).dtype.bytes()
+        };
+        let (mut start, mut calls) = (0, 0);
+        while start < plan.gather_order().len() {
+            let end = plan.call_ends()[start] as usize;
+            prop_assert!(plan.call_ends()[start..end].iter().all(|e| *e as usize == end));
+            let held: usize = (start..end).map(size).sum();
+            prop_assert!(end == start + 1 || held <= bytes);
+            prop_assert!(end == plan.gather_order().len() || held + size(end) > bytes, "as long as it fits");
+            (start, calls) = (end, calls + 1);
+        }
+        prop_assert_eq!(plan.calls(), calls);
+        for (unit, before) in plan.units().iter().zip(alone.units()) {
+            let ends = before.demand.checked_sub(1).map_or(0, |last| plan.call_ends()[last as usize]);
+            prop_assert_eq!(unit.demand, ends);
+        }
+    }
+
+    #[test]
     fn buckets_tile_their_buffer_and_everything_is_aligned(input in model()) {
         let plan = Plan::new(&input).unwrap();
         let align = end_align(&input);

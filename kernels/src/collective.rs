@@ -112,12 +112,19 @@ pub struct Collective {
     pub members: Members,
     /// The operation and its memory.
     pub op: CollectiveOp,
+    /// The next collective of its stream belongs to the same call, which pays the latency of one.
+    pub more: bool,
 }
 
 impl Collective {
     /// A collective of all ranks.
     pub fn of_all(key: CollectiveKey, op: CollectiveOp) -> Self {
-        Self { key, members: Members::ALL, op }
+        Self::new(key, Members::ALL, op)
+    }
+
+    /// A collective that is a call of its own.
+    pub fn new(key: CollectiveKey, members: Members, op: CollectiveOp) -> Self {
+        Self { key, members, op, more: false }
     }
 }
 
@@ -200,7 +207,7 @@ impl Comm {
         self.may_block
     }
 
-    /// Appends a collective to a stream.
+    /// Appends a collective to a stream. A call of several ([`Collective::more`]) is over when its last one is.
     ///
     /// # Errors
     /// As [`Device::enqueue`].

@@ -114,7 +114,8 @@ impl Transport for LocalTransport {
         let shape = Shape::of(collective, memory, slot, members.count(world))?;
         let meetings = &self.world.meetings;
         let post = Post { send: memory.send, recv: memory.recv };
-        let met = meetings.join(self.rank, slot, Brought { key, shape, members }, post, reached_ns)?;
+        let met =
+            meetings.join(self.rank, slot, Brought { key, shape, members, more: collective.more }, post, reached_ns)?;
         // SAFETY: all members have posted memory that fits this shape (`Shape::of`, `join` compares shapes). Each rank's
         // caller keeps it valid and untouched until its `run` returns, which is after `leave`, which waits for all.
         unsafe { copy::mine(shape, slot, &met.posts) };

@@ -36,6 +36,8 @@ setters! {
     "credits_bytes": credits_bytes(bytes: u64) |c, v| c.credits_bytes = Some(v);
     /// `first_gather`: where the first gathers of a version may start (default at the step's end; overlap chain and window).
     "first_gather": first_gather(first: FirstGather) |c, v| c.first_gather = v;
+    /// `gather_group_bytes`: gather neighbouring buckets in one call of at most this many bytes (default each by itself).
+    "gather_group_bytes": gather_group_bytes(bytes: usize) |c, v| c.gather_group_bytes = v;
     /// `overlap_grad_reduce`: reduce buckets during backward (default true).
     "overlap_grad_reduce": overlap_grad_reduce(on: bool) |c, v| c.overlap_grad_reduce = v;
     /// `grad_dtype` of parameters that do not set their own (default f32): what guards write and what is sent. Sums are f32.

@@ -111,6 +111,7 @@ impl Config {
                     Credits::Unlimited => continue,
                 },
                 "credits_bytes" => whole(self.credits_bytes.unwrap_or(1)),
+                "gather_group_bytes" => whole(self.gather_group_bytes as u64),
                 "bucket_size" => whole(self.bucket_size.unwrap_or(1) as u64),
                 "num_buckets" => whole(self.num_buckets.unwrap_or(1) as u64),
                 "lr" => Value::Float(self.lr),

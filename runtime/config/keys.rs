@@ -112,6 +112,14 @@ pub const KEYS: &[Key] = &[
         },
     },
     Key {
+        name: "gather_group_bytes",
+        values: "a number of bytes from 1",
+        default: "every bucket by itself",
+        help: "neighbours in gather order are gathered in one call of at most this many bytes, which pays one latency; a call is \
+               demanded and let go as a whole",
+        set: |c, v| put(&mut c.gather_group_bytes, count(v)),
+    },
+    Key {
         name: "overlap_grad_reduce",
         values: "true or false",
         default: "true",

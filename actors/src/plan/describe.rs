@@ -62,9 +62,13 @@ impl Plan {
         }
         writeln!(out)?;
         if self.bucket_size < usize::MAX {
-            writeln!(out, "a bucket closes at {} elements", grouped(self.bucket_size))
+            writeln!(out, "a bucket closes at {} elements", grouped(self.bucket_size))?;
         } else {
-            writeln!(out, "one bucket per buffer")
+            writeln!(out, "one bucket per buffer")?;
+        }
+        match self.calls() {
+            calls if calls < self.order.len() => writeln!(out, "gathers in {}", count(calls, "call")),
+            _ => Ok(()),
         }
     }
 

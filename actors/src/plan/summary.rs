@@ -56,6 +56,7 @@ impl Plan {
             layout.words(words);
         }
         layout.words(self.order.iter().map(|bucket| u64::from(bucket.0)));
+        layout.words(self.call_ends.iter().map(|end| u64::from(*end)));
         let units = self.units.iter().map(|unit| {
             let mut hash = Fnv::new();
             hash.word(unit.chunk as u64);

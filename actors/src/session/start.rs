@@ -135,7 +135,7 @@ fn session(
         seen: AtomicU64::new(0),
     });
     let buckets = plan.buckets().iter().map(|bucket| BucketSide {
-        demand: bucket.position.0 + 1,
+        demand: plan.demand(bucket.position),
         members: bucket.params.len() as u32,
         reported: AtomicU32::new(0),
         seen: AtomicU64::new(0),

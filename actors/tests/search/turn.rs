@@ -92,7 +92,9 @@ impl Turn {
                             };
                             M::enqueued(op.clone(), Event::done(behind))
                         }
-                        Action::Issue { key, .. } if !self.on_thread => M::issued(*key, Event::done(key.seq + 1)),
+                        Action::Issue { key, more: false, .. } if !self.on_thread => {
+                            M::issued(*key, Event::done(key.seq + 1))
+                        }
                         _ => None,
                     };
                     self.actions.push(action);

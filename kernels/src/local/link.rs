@@ -81,10 +81,11 @@ impl Link {
         Ok(self)
     }
 
-    /// What moving so many bytes in one collective takes, in nanoseconds.
-    pub(super) fn cost_ns(&self, bytes: f64) -> u64 {
+    /// What moving so many bytes in one collective takes, in nanoseconds. A call pays its latency once, with its last one.
+    pub(super) fn cost_ns(&self, bytes: f64, more: bool) -> u64 {
         let transfer = (bytes / self.bytes_per_second * 1e9) as u64;
-        transfer.saturating_add(self.latency.as_nanos() as u64)
+        let latency = if more { 0 } else { self.latency.as_nanos() as u64 };
+        transfer.saturating_add(latency)
     }
 }
 

@@ -63,6 +63,8 @@ pub(super) struct Brought<'a> {
     pub(super) key: CollectiveKey,
     pub(super) shape: Shape,
     pub(super) members: &'a Members,
+    /// The next one belongs to the same call.
+    pub(super) more: bool,
 }
 
 /// All members are there.
@@ -108,7 +110,7 @@ impl Meetings {
         let mut guard = self.table.lock();
         let table = &mut *guard;
         table.may_go_on(rank)?;
-        let Brought { key, shape, members } = brought;
+        let Brought { key, shape, members, .. } = brought;
         let count = members.count(table.aborted.len());
         let meetings = table.open.entry(key.seq).or_default();
         let found = meetings.iter().position(|meeting| meeting.members.meet(members));
@@ -135,7 +137,7 @@ impl Meetings {
         let changed = meeting.changed.clone();
         if meeting.arrived == count {
             let posts = meeting.posts.iter().flatten().copied().collect();
-            let (begin_ns, end_ns) = self.book(&mut table.free_ns, shape, members, meeting.reached_ns);
+            let (begin_ns, end_ns) = self.book(&mut table.free_ns, brought, meeting.reached_ns);
             let met = Met { posts, begin_ns, end_ns };
             meeting.met = Some(met.clone());
             changed.notify_all();
@@ -201,7 +203,8 @@ impl Meetings {
     }
 
     /// Takes the directions of the link that the shape needs: when the transfer begins and ends.
-    fn book(&self, free_ns: &mut [[u64; 2]], shape: Shape, members: &Members, reached_ns: u64) -> (u64, Option<u64>) {
+    fn book(&self, free_ns: &mut [[u64; 2]], brought: Brought<'_>, reached_ns: u64) -> (u64, Option<u64>) {
+        let Brought { shape, members, more, .. } = brought;
         let Some(link) = self.link else { return (now_ns(), None) };
         let world = free_ns.len();
         let needs = |slot: usize, direction: usize| match shape {
@@ -211,7 +214,7 @@ impl Meetings {
         let both = members.ranks(world).enumerate().flat_map(|(slot, r)| [(slot, r, SENDS), (slot, r, RECEIVES)]);
         let needed: Vec<_> = both.filter(|&(slot, _, d)| needs(slot, d)).map(|(_, r, d)| (r, d)).collect();
         let begin = needed.iter().map(|&(r, d)| free_ns[r][d]).fold(reached_ns, u64::max);
-        let end = begin.saturating_add(link.cost_ns(shape.wire_bytes(members.count(world))));
+        let end = begin.saturating_add(link.cost_ns(shape.wire_bytes(members.count(world)), more));
         for (r, d) in needed {
             free_ns[r][d] = end;
         }
@@ -298,7 +301,7 @@ impl Meeting {
     }
 
     fn brought(&self) -> Brought<'_> {
-        Brought { key: self.key, shape: self.shape, members: &self.members }
+        Brought { key: self.key, shape: self.shape, members: &self.members, more: false }
     }
 }
 

@@ -23,19 +23,16 @@ fn verdict(range: BufRange, step: u64, report: &Report) -> Work {
 }
 
 fn gather(range: BufRange) -> Collective {
-    Collective {
-        key: CollectiveKey {
-            seq: 0,
-            kind: CollectiveKind::Gather,
-            bucket: 0,
-            bytes: range.bytes() as u64,
-            dtype: DType::F32,
-            version: 1,
-            group: 0,
-        },
-        members: crate::Members::ALL,
-        op: CollectiveOp::AllGather { send: range, recv: range },
-    }
+    let key = CollectiveKey {
+        seq: 0,
+        kind: CollectiveKind::Gather,
+        bucket: 0,
+        bytes: range.bytes() as u64,
+        dtype: DType::F32,
+        version: 1,
+        group: 0,
+    };
+    Collective::of_all(key, CollectiveOp::AllGather { send: range, recv: range })
 }
 
 #[test]

@@ -194,6 +194,27 @@ fn twenty_gathers_of_five_milliseconds_take_a_hundred() {
 }
 
 #[test]
+fn a_call_pays_its_latency_once() {
+    let link = crate::Link { bytes_per_second: 1e6, latency: Duration::from_millis(2) };
+    let world = LocalWorld::new(2, Some(link)).unwrap();
+    let run = |rank: usize| {
+        let Opened { device, mut comm } = opened(&world, rank, None);
+        let gather = device.stream(StreamKind::Gather).unwrap();
+        let buffer = device.alloc(2000, &[]).unwrap();
+        for seq in 0..4 {
+            comm.issue(gather, Collective { more: seq < 2, ..all_gather(seq, &buffer, rank, 2) }).unwrap();
+        }
+        done(&device.record(gather));
+        let mut spans = Vec::new();
+        device.drain_spans(&mut spans);
+        spans.iter().map(|span| span.end_ns - span.begin_ns).collect::<Vec<_>>()
+    };
+    let spans =
+        std::thread::scope(|scope| [0, 1].map(|rank| scope.spawn(move || run(rank))).map(|t| t.join().unwrap()));
+    assert_eq!(spans[0], [1_000_000, 1_000_000, 3_000_000, 3_000_000]);
+}
+
+#[test]
 fn a_stream_tells_which_collective_it_has_begun() {
     let (open, hook) = gate();
     let world = LocalWorld::new(1, None).unwrap();

@@ -4,7 +4,7 @@ use super::*;
 use crate::members::Members;
 
 fn of(ranks: &[usize], seq: u64, op: CollectiveOp) -> Collective {
-    Collective { key: CollectiveKey { group: 1, ..key(seq, 0) }, members: Members::of(ranks.iter().copied(), 5), op }
+    Collective::new(CollectiveKey { group: 1, ..key(seq, 0) }, Members::of(ranks.iter().copied(), 5), op)
 }
 
 /// Runs a collective on one range.
