@@ -108,7 +108,7 @@ impl<'a> Trainer<'a> {
         let scale = if self.job.scaler.is_some() { self.engine.loss_scale().unwrap() } else { 1.0 };
         assert_eq!(scale.to_bits(), self.expected.verdicts[step as usize].loss_scale.to_bits());
         let program = (self.job.program)(step, self.rank());
-        let mut overflows = (self.job.overflow)(step, self.rank());
+        let mut overflows = self.job.overflows_at(step, self.rank());
         let mut loss = 0.0;
         for (microbatch, units) in program.iter().enumerate() {
             let last = microbatch + 1 == program.len();
