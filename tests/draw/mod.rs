@@ -5,8 +5,6 @@
 //! To vary one more thing, add a field and a strategy for it in [`draws`], or in `setting` if it must not change a bit.
 #![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used)]
 
-use std::time::Duration;
-
 use gatherflow::{Credits, DType, FirstGather, Group, GroupId, Link, Overlap, ParamOptions};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -312,7 +310,8 @@ fn setting() -> impl Strategy<Value = Setting> {
     let first = select(vec![FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward]);
     let slow = Link::parse("1gbit,300us").unwrap();
     let link = prop_oneof![4 => Just(None), 1 => Just(Some(slow))];
-    (overlap, credits, credits_bytes, first, any::<bool>(), any::<bool>(), 1_u32..4, link).prop_map(
+    let issue = (any::<bool>(), any::<bool>(), any::<bool>());
+    (overlap, credits, credits_bytes, first, issue, 1_u32..4, link).prop_map(
         |(
             overlap,
             credits,
@@ -330,7 +329,7 @@ fn setting() -> impl Strategy<Value = Setting> {
                 overlap_grad_reduce,
                 issue_on_thread,
                 steps_in_flight,
-                pause: Duration::ZERO,
+                two_writers,
                 link,
                 ..Setting::of(overlap)
             }

@@ -18,11 +18,10 @@ mod trainer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Credits, DType, FirstGather, Link, Overlap, ScalerKind};
+use gatherflow::{Config, Credits, DType, FirstGather, Internals, Link, Overlap, ScalerKind};
 
 pub use net::Net;
-use trainer::Finished;
-pub use trainer::Trainer;
+pub use trainer::{Finished, Trainer};
 
 use crate::reference::{Hyper, Scaler, Serial, Verdict, Weight, rounded};
 
@@ -64,6 +63,8 @@ pub struct Setting {
     pub overlap_grad_reduce: bool,
     pub issue_on_thread: bool,
     pub steps_in_flight: u32,
+    /// Gradients of a unit are written by two threads at once.
+    pub two_writers: bool,
     /// How long forward stays in each unit.
     pub pause: Duration,
     pub link: Option<Link>,
@@ -79,6 +80,7 @@ impl Setting {
             overlap_grad_reduce: true,
             issue_on_thread: false,
             steps_in_flight: 2,
+            two_writers: false,
             pause: Duration::ZERO,
             link: None,
         }
@@ -175,10 +177,24 @@ impl<'a> Job<'a> {
         setting: &Setting,
         run: impl Fn(Trainer<'_>) -> T + Sync,
     ) -> Vec<T> {
+        self.on_ranks_with(expected, setting, |_| Internals::default(), run)
+    }
+
+    /// As [`Job::on_ranks`], with faults and delays per rank.
+    pub fn on_ranks_with<T: Send>(
+        &self,
+        expected: &Expected,
+        setting: &Setting,
+        internals: impl Fn(usize) -> Internals,
+        run: impl Fn(Trainer<'_>) -> T + Sync,
+    ) -> Vec<T> {
         let ranks = gatherflow::Ranks::with_config(self.ranks, &self.config(setting)).unwrap();
         let run = &run;
         std::thread::scope(|scope| {
-            let start = |rank| scope.spawn(move || run(Trainer::start(rank, self, setting, expected)));
+            let start = |rank: gatherflow::Rank| {
+                let internals = internals(rank.rank());
+                scope.spawn(move || run(Trainer::start(rank, self, setting, internals, expected)))
+            };
             let threads: Vec<_> = ranks.into_iter().map(start).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         })

@@ -1,8 +1,8 @@
 //! One rank of the engine under a synthetic job, compared with the serial reference at each read and each outcome.
 
 use gatherflow::{
-    Back, BucketId, Counters, DType, Element, Engine, Grad, Mode, ParamId, ParamMut, Pass, Rank, StepHandle, UnitGuard,
-    WriteMode,
+    Back, BucketId, Counters, DType, Element, Engine, Grad, Internals, Mode, ParamId, ParamMut, Pass, Rank, StepHandle,
+    UnitGuard, WriteMode,
 };
 use gatherflow_actors::plan;
 use gatherflow_kernels::{AccessMode, BufRange};
@@ -38,9 +38,14 @@ macro_rules! values {
 }
 
 impl<'a> Trainer<'a> {
-    pub fn start(rank: Rank, job: &'a Job<'a>, setting: &Setting, expected: &'a Expected) -> Self {
+    pub fn start(
+        rank: Rank,
+        job: &'a Job<'a>,
+        setting: &Setting,
+        mut internals: Internals,
+        expected: &'a Expected,
+    ) -> Self {
         let net = job.net;
-        let mut internals = gatherflow::Internals::default();
         internals.open.issue_on_thread = setting.issue_on_thread;
         let number = rank.rank();
         // Only rank 0's values count: they are broadcast.
@@ -116,12 +121,13 @@ impl<'a> Trainer<'a> {
             self.forward(&passes, units, &mut loss);
             for (visit, unit) in units.iter().enumerate().rev() {
                 let back = passes[net.units[*unit].chunk].backward(net.units[*unit].id).unwrap();
-                for param in net.written(*unit) {
-                    let at = At { rank: self.rank(), step, microbatch, visit };
+                let at = At { rank: self.rank(), step, microbatch, visit };
+                let gradient = |param| {
                     let values = self.in_backward(&back, param);
-                    let gradient = net.gradient(at, param, &values, scale, std::mem::take(&mut overflows));
-                    self.write(&back, param, &gradient);
-                }
+                    (param, net.gradient(at, param, &values, scale, std::mem::take(&mut overflows)))
+                };
+                let gradients: Vec<_> = net.written(*unit).map(gradient).collect();
+                self.write_all(&back, &gradients);
                 back.leave().unwrap();
             }
             if !last {
@@ -132,12 +138,36 @@ impl<'a> Trainer<'a> {
         assert_eq!(loss.to_bits(), expected.to_bits(), "loss of step {step}: {loss}, expected {expected}");
     }
 
-    fn write(&self, back: &Back<'_>, param: ParamId, gradient: &[f32]) {
-        let sparse = self.net().is_sparse(param);
-        match self.engine.params()[param.index()].grad_dtype() {
-            DType::Bf16 => write::<bf16>(back, param, sparse, gradient),
-            DType::F16 => write::<f16>(back, param, sparse, gradient),
-            _ => write::<f32>(back, param, sparse, gradient),
+    fn write_all(&self, back: &Back<'_>, gradients: &[(ParamId, Vec<f32>)]) {
+        // The engine is no `Sync`, and a pass is: what another thread needs is the unit's backward alone.
+        let (net, params) = (self.net(), self.engine.params());
+        let write = |(param, gradient): &(ParamId, Vec<f32>)| {
+            let sparse = net.is_sparse(*param);
+            match params[param.index()].grad_dtype() {
+                DType::Bf16 => write::<bf16>(back, *param, sparse, gradient),
+                DType::F16 => write::<f16>(back, *param, sparse, gradient),
+                _ => write::<f32>(back, *param, sparse, gradient),
+            }
+        };
+        if !self.setting.two_writers {
+            return gradients.iter().for_each(write);
+        }
+        let (one, other) = gradients.split_at(gradients.len() / 2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| one.iter().for_each(write));
+            other.iter().for_each(write);
+        });
+    }
+
+    /// Fills all gradients with NaN once the step before has done with them: what the next step reads, it must write first.
+    pub fn poison_gradients(&self) {
+        let session = self.engine.session();
+        for param in self.net().params() {
+            let Some(range) = session.grad_range(param.id) else { continue };
+            session.gradient_free(param.id).unwrap();
+            let mut lease = session.device().lease(range, AccessMode::Write).unwrap();
+            // All bits set is a NaN in each of the dtypes.
+            lease.as_mut_bytes().unwrap().fill(0xff);
         }
     }
 
