@@ -8,11 +8,15 @@
 //! | file | idea |
 //! | --- | --- |
 //! | `net` | the model: units, parameters, groups |
+//! | `sight` | what a rank sees in one step, from any thread |
+//! | `pipeline` | several chunks' passes open at once |
 //! | `trainer` | one rank of the engine, compared with the reference as it goes |
 #![allow(dead_code, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
 #![allow(clippy::missing_panics_doc)]
 
 mod net;
+mod pipeline;
+mod sight;
 mod trainer;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -21,6 +25,7 @@ use std::time::{Duration, Instant};
 use gatherflow::{Config, Credits, DType, FirstGather, Internals, Link, Overlap, ScalerKind};
 
 pub use net::Net;
+pub use pipeline::Beside;
 pub use trainer::{Finished, Trainer};
 
 use crate::reference::{Hyper, Scaler, Serial, Verdict, Weight, rounded};
