@@ -307,29 +307,22 @@ fn setting() -> impl Strategy<Value = Setting> {
     ];
     let credits = prop_oneof![(1_u32..5).prop_map(Credits::Buckets), Just(Credits::Unlimited)];
     let credits_bytes = prop::option::of(1_u64..4000);
-    let first = select(vec![FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward]);
+    let first_gather = select(vec![FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward]);
+    let gathers = (overlap, credits, credits_bytes, first_gather);
+    let (overlap_grad_reduce, issue_on_thread, two_writers) = (any::<bool>(), any::<bool>(), any::<bool>());
     let slow = Link::parse("1gbit,300us").unwrap();
     let link = prop_oneof![4 => Just(None), 1 => Just(Some(slow))];
-    let issue = (any::<bool>(), any::<bool>(), any::<bool>());
-    (overlap, credits, credits_bytes, first, issue, 1_u32..4, link).prop_map(
-        |(
-            overlap,
-            credits,
-            credits_bytes,
-            first_gather,
-            overlap_grad_reduce,
-            issue_on_thread,
-            steps_in_flight,
-            link,
-        )| {
+    (gathers, overlap_grad_reduce, issue_on_thread, two_writers, 1_u32..4, link).prop_map(
+        |(gathers, overlap_grad_reduce, issue_on_thread, two_writers, steps_in_flight, link)| {
+            let (overlap, credits, credits_bytes, first_gather) = gathers;
             Setting {
                 credits,
                 credits_bytes: credits_bytes.filter(|_| overlap == Overlap::Window),
                 first_gather,
                 overlap_grad_reduce,
                 issue_on_thread,
-                steps_in_flight,
                 two_writers,
+                steps_in_flight,
                 link,
                 ..Setting::of(overlap)
             }

@@ -11,7 +11,7 @@
 //! | `sight` | what a rank sees in one step, from any thread |
 //! | `pipeline` | several chunks' passes open at once |
 //! | `trainer` | one rank of the engine, compared with the reference as it goes |
-#![allow(dead_code, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
+#![allow(dead_code, unused_imports, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
 #![allow(clippy::missing_panics_doc)]
 
 mod net;

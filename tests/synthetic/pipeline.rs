@@ -24,6 +24,9 @@ pub enum Beside {
     Threads,
 }
 
+/// Microbatch, visit, and parameter within the unit: losses are summed in this order.
+type Place = (usize, usize, usize);
+
 /// All passes of a step are open: `passes[microbatch][chunk]`.
 pub struct Pipeline<'a> {
     sight: Sight<'a>,
@@ -31,8 +34,7 @@ pub struct Pipeline<'a> {
     scale: f32,
     /// The units of each microbatch, in forward order.
     program: Vec<Vec<usize>>,
-    /// Of each microbatch, visit and parameter.
-    losses: Mutex<Vec<((usize, usize, usize), f64)>>,
+    losses: Mutex<Vec<(Place, f64)>>,
 }
 
 impl<'a> Pipeline<'a> {
@@ -85,7 +87,9 @@ impl<'a> Pipeline<'a> {
     }
 
     fn all(&self, turns: &[Turn]) {
-        turns.iter().for_each(|turn| self.take(*turn));
+        for turn in turns {
+            self.take(*turn);
+        }
     }
 
     fn take(&self, Turn { microbatch, visit, backward }: Turn) {
