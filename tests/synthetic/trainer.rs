@@ -213,7 +213,7 @@ impl<'a> Trainer<'a> {
         Finished { counters: self.engine.counters(), hash }
     }
 
-    /// Masters and moments of what this rank owns are the reference's; padding is zero (SPEC L5).
+    /// Masters and moments of what this rank owns are the reference's at the end; padding is zero (SPEC L5).
     fn check_state(&self) {
         let (session, rank) = (self.engine.session(), self.rank());
         for bucket in self.engine.plan().buckets() {
