@@ -74,7 +74,7 @@ fn fault_1_a_skipped_step_leaves_no_gradient_behind_and_f16_training_recovers() 
     };
     let expected = serial(&job);
     let skipped = expected.verdicts.iter().filter(|v| !v.updated).count();
-    assert!(!expected.verdicts[0].updated && skipped >= 4 && skipped <= 15, "{skipped} steps are skipped");
+    assert!(!expected.verdicts[0].updated && (4..=15).contains(&skipped), "{skipped} steps are skipped");
     in_every_mode(&job, |_| ());
 }
 
@@ -201,12 +201,13 @@ fn fault_8_padding_is_zero_at_all_times_and_all_state_is_there_before_the_first_
             zero("parameters", elements_of(trainer, memory.params, memory.dtype), &padding);
             zero("gradients", elements_of(trainer, memory.grads, memory.grad_dtype), &padding);
             let state = [memory.reduced, memory.master, memory.exp_avg, memory.exp_avg_sq];
-            state.into_iter().for_each(|range| zero("state", elements::<f32>(trainer, range), own));
+            for range in state {
+                zero("state", elements::<f32>(trainer, range), own);
+            }
             if trainer.engine.steps() == 0 {
-                let moments = [memory.exp_avg, memory.exp_avg_sq];
-                moments
-                    .into_iter()
-                    .for_each(|range| zero("moments", elements::<f32>(trainer, range), &vec![true; shard]));
+                for range in [memory.exp_avg, memory.exp_avg_sq] {
+                    zero("moments", elements::<f32>(trainer, range), &vec![true; shard]);
+                }
                 let (master, param) = (memory.master, elements_of(trainer, memory.param_shard, memory.dtype));
                 assert_eq!(elements::<f32>(trainer, master), param, "masters of {bucket:?}");
             }
@@ -293,7 +294,7 @@ fn fault_11_a_group_that_is_empty_on_some_ranks_keeps_its_t_on_all() {
         bucket_size: 1,
         ..Job::new(&net, 4, 6, &|_, _| vec![vec![0]])
     };
-    let rates = |step: usize| serial(&job).verdicts[step].learning_rates[1];
+    let rates = |step: usize| serial(&job).verdicts[step].learning_rates[1].to_bits();
     assert!(rates(0) > rates(1) && rates(2) == rates(3) && rates(3) > rates(4), "a skipped step does not count");
     in_every_mode(&job, |trainer| {
         let plan = trainer.engine.plan();
@@ -317,10 +318,9 @@ fn fault_12_a_weight_used_without_entering_its_unit_is_waited_for() {
                 let wanted = &expected.weights[step as usize];
                 if step % 2 == 0 {
                     let pass = trainer.engine.pass(net.chunks[0], 0, false, Mode::Eval).unwrap();
-                    let first = pass.enter(net.units[Net::EMBED].id).unwrap();
+                    let _first = pass.enter(net.units[Net::EMBED].id).unwrap();
                     let head = pass.read::<f32>(tail.params[0]).unwrap();
                     assert_eq!(*head, wanted[tail.params[0].index()]);
-                    drop(first);
                 } else {
                     tail.params.iter().rev().for_each(|param| drop(trainer.outside(*param)));
                 }

@@ -34,8 +34,8 @@ impl<T: Sync> Probe<T> {
 }
 
 /// This is there for `'static` types only.
-const fn outlives_its_scope<T: 'static>() -> &'static str {
-    "yes"
+impl<T: 'static> Probe<T> {
+    const STATIC: &'static str = "yes";
 }
 
 /// Send, Sync and `'static` by the name of a type in the table.
@@ -46,7 +46,7 @@ fn by_the_compiler() -> BTreeMap<String, [&'static str; 3]> {
     macro_rules! rows {
         ($(owned $name:literal: $owned:ty;)+ $(borrowing $other:literal: $borrowing:ty;)+) => {
             BTreeMap::from([
-                $(($name.to_owned(), [word(Probe::<$owned>::SEND), word(Probe::<$owned>::SYNC), outlives_its_scope::<$owned>()]),)+
+                $(($name.to_owned(), [word(Probe::<$owned>::SEND), word(Probe::<$owned>::SYNC), Probe::<$owned>::STATIC]),)+
                 // They have a lifetime, which is that of an engine or a pass.
                 $(($other.to_owned(), [word(Probe::<$borrowing>::SEND), word(Probe::<$borrowing>::SYNC), "no"]),)+
             ])
