@@ -51,5 +51,7 @@ fn any_model_order_and_mode_has_the_bits_of_the_serial_reference() {
         (jobs, updated, skipped) = (jobs + 1, updated + seen.get().0, skipped + seen.get().1);
     }
     println!("{jobs} jobs from seed {first}: {updated} steps updated, {skipped} skipped");
-    assert!(updated > skipped && skipped > 0, "the draws show little: {updated} updated, {skipped} skipped");
+    // Of a few jobs, all may be of one kind.
+    let shows = jobs < 50 || updated > skipped && skipped > 0;
+    assert!(shows, "the draws show little: {updated} updated, {skipped} skipped");
 }
