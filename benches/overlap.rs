@@ -23,6 +23,8 @@
 
 #[path = "support/rounds.rs"]
 mod rounds;
+#[path = "support/spin.rs"]
+mod spin;
 
 use std::hint::black_box;
 use std::sync::Barrier;
@@ -33,6 +35,7 @@ use gatherflow::{
     UnitId, bf16,
 };
 use rounds::{Rounds, setting};
+use spin::Spin;
 
 const RANKS: usize = 2;
 
@@ -50,33 +53,6 @@ const MODES: [(&str, Overlap, Option<Credits>); 5] = [
     ("window-3", Overlap::Window, Some(Credits::Buckets(3))),
     ("window-unlimited", Overlap::Window, Some(Credits::Unlimited)),
 ];
-
-/// So many rounds of arithmetic take [`TIME`] on an idle core.
-#[derive(Clone, Copy)]
-struct Spin(u64);
-
-impl Spin {
-    fn calibrate() -> Self {
-        let mut rounds = 1_000_000;
-        let mut fastest = f64::MAX;
-        for _ in 0..20 {
-            let from = Instant::now();
-            Self(rounds).run();
-            let time = from.elapsed().as_secs_f64();
-            fastest = fastest.min(time / rounds as f64);
-            rounds = (TIME / fastest) as u64;
-        }
-        Self(rounds)
-    }
-
-    fn run(self) {
-        let mut x = 1_u64;
-        for _ in 0..self.0 {
-            x = black_box(x).wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        }
-        black_box(x);
-    }
-}
 
 struct Net {
     chunk: ChunkId,
@@ -135,7 +111,7 @@ fn main() {
     let rounds = setting("GATHERFLOW_BENCH_ROUNDS", 5);
     let steps = setting("GATHERFLOW_BENCH_STEPS", 3);
     let buckets = setting("GATHERFLOW_BENCH_BUCKETS", 24);
-    let spin = Spin::calibrate();
+    let spin = Spin::calibrate(TIME);
     let mut times = Rounds::default();
     let mut ratios = Rounds::default();
     let mut shares = Rounds::default();

@@ -1,6 +1,7 @@
 //! What this crate takes from the crates below, in one list.
 
 pub(crate) use gatherflow_actors::busy::{Busy, WARNING as BUSY_WARNING};
+pub(crate) use gatherflow_actors::drill::Drill;
 pub(crate) use gatherflow_actors::plan::{
     Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId,
     UnitSpec,

@@ -50,6 +50,16 @@ pub use swap::Swapped;
 /// needs_sync::<gatherflow::Pass<'static>>();
 /// needs_send::<gatherflow::Engine>();
 /// ```
+///
+/// Nor is there a second handle to it:
+///
+/// ```compile_fail,E0599
+/// fn two(engine: gatherflow::Engine) -> (gatherflow::Engine, gatherflow::Engine) {
+///     (engine.clone(), engine)
+/// }
+/// ```
+///
+/// What goes to which thread, and what waits, is on one page: `docs/THREADS.md` in the repository.
 #[derive(Debug)]
 pub struct Engine {
     shared: Arc<Shared>,

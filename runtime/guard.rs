@@ -55,6 +55,14 @@ impl<S: Deref<Target = Shared>, T: Element> Reading<S, T> {
 /// println!("{}", weights[0]);
 /// # Ok(()) }
 /// ```
+///
+/// and it only reads:
+///
+/// ```compile_fail,E0594
+/// # fn f(mut weights: gatherflow::Read<'_, f32>) {
+/// weights[0] = 1.0;
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct Read<'a, T>(Reading<&'a Shared, T>);
 
@@ -169,6 +177,15 @@ macro_rules! gradient_guard {
 /// drop(back); // the guard still writes
 /// gradient[0] = 1.0;
 /// # Ok(()) }
+/// ```
+///
+/// A write ends once:
+///
+/// ```compile_fail,E0382
+/// # fn f(mut gradient: gatherflow::Grad<'_, f32>) {
+/// gradient.complete();
+/// gradient[0] = 1.0; // its bucket may be on its way
+/// # }
 /// ```
 #[derive(Debug)]
 #[must_use = "a gradient guard that is dropped without `complete` spoils the step"]

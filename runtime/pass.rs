@@ -42,6 +42,15 @@ pub enum Mode {
 /// pass.mode();
 /// # Ok(()) }
 /// ```
+///
+/// nor go to a thread that may (a scoped one it can go to; [`OwnedPass`](crate::OwnedPass) can go anywhere):
+///
+/// ```compile_fail,E0597
+/// # fn f(engine: gatherflow::Engine, chunk: gatherflow::ChunkId, unit: gatherflow::UnitId) -> Result<(), gatherflow::Error> {
+/// let pass = engine.pass(chunk, 0, true, gatherflow::Mode::Train)?;
+/// std::thread::spawn(move || drop(pass.enter(unit)));
+/// # Ok(()) }
+/// ```
 #[derive(Debug)]
 pub struct Pass<'e> {
     shared: &'e Shared,

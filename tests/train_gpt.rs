@@ -203,7 +203,12 @@ fn the_result_is_in_the_file_where_nothing_can_be_printed() {
 
 #[test]
 fn the_executor_without_a_framework_refuses_bad_arguments_by_name() {
-    for (arguments, names) in [(&["bogus"][..], "`overlap`"), (&["window", "abc"], "steps = `abc`")] {
+    let bad = [
+        (&["bogus"][..], "`overlap`"),
+        (&["window", "abc"], "steps = `abc`"),
+        (&["window", "3", "x"], "megabytes = `x`"),
+    ];
+    for (arguments, names) in bad {
         let output = Command::new(built("custom_executor")).args(arguments).output().unwrap();
         let message = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{message}");

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use crate::action::ActorName;
 
@@ -14,6 +15,8 @@ use crate::action::ActorName;
 pub enum Fault {
     /// Nothing: the message is taken.
     Nothing,
+    /// The actors' thread sleeps first: this message and all behind it are late.
+    Delay(Duration),
     /// The turn fails with this reason.
     Fail(String),
     /// The turn panics with this text.

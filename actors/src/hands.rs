@@ -256,6 +256,10 @@ impl Hands {
         }
         match drill.ask(name) {
             Fault::Nothing => return Ok(false),
+            Fault::Delay(time) => {
+                std::thread::sleep(time);
+                return Ok(false);
+            }
             Fault::Fail(reason) => return Err(self.actor_failure(name, &format!("failed: {reason}"))),
             Fault::Panic(text) => panic!("{text}"),
             Fault::EndThread => {}

@@ -8,7 +8,8 @@ use half::{bf16, f16};
 
 use super::Engine;
 use crate::actors::{
-    self, Average, Cause, DType, Driver, Edge, Failure, FailureKind, Lease, LeaseError, OpenOptions, Overlap, Session,
+    self, Average, Cause, DType, Drill, Driver, Edge, Failure, FailureKind, Lease, LeaseError, OpenOptions, Overlap,
+    Session,
 };
 use crate::config::{Config, ConfigError, Credits};
 use crate::error::Error;
@@ -39,6 +40,8 @@ pub struct Internals {
     pub driver: Driver,
     /// An edge whose waits are left out.
     pub dropped_edge: Option<Edge>,
+    /// What goes wrong, or is late, before a message.
+    pub drill: Option<Drill>,
     /// How often to warn of a busy rank.
     pub busy_warning: Duration,
 }
@@ -49,6 +52,7 @@ impl Default for Internals {
             open: OpenOptions::default(),
             driver: Driver::Actors,
             dropped_edge: None,
+            drill: None,
             busy_warning: actors::BUSY_WARNING,
         }
     }
@@ -119,6 +123,7 @@ impl Engine {
         let session_config = actors::SessionConfig {
             driver: internals.driver,
             dropped_edge: internals.dropped_edge,
+            drill: internals.drill,
             busy_warning: internals.busy_warning,
             ..session_config(&model, &config, ranks)
         };

@@ -19,6 +19,8 @@ pub struct Net {
     pub model: Model,
     pub chunks: Vec<ChunkId>,
     pub units: Vec<Unit>,
+    /// Those after the three that every net has.
+    groups: Vec<Group>,
 }
 
 /// Betas, eps and weight decay of the groups after the default one; the last one has a learning-rate multiplier.
@@ -48,7 +50,7 @@ impl Net {
         let (multiplier, decay) = MULTIPLIED;
         let multiplied = Group { lr_multiplier: multiplier, weight_decay: Some(decay), ..Group::default() };
         model.group(multiplied).unwrap();
-        Self { model, chunks: Vec::new(), units: Vec::new() }
+        Self { model, chunks: Vec::new(), units: Vec::new(), groups: Vec::new() }
     }
 
     /// Two chunks; f32 beside bf16 (and f16 where asked for); three groups; a tied table in the first and the last unit of
@@ -80,6 +82,12 @@ impl Net {
         net.param("tail.weight", 77, DType::F32, in_group(2));
         net.param("tail.bias", 1, half, in_group(0));
         net
+    }
+
+    /// A group beyond the three of every net.
+    pub fn group(&mut self, group: Group) -> GroupId {
+        self.groups.push(group.clone());
+        self.model.group(group).unwrap()
     }
 
     pub fn chunk(&mut self) {
@@ -163,10 +171,10 @@ impl Net {
     }
 
     /// The same groups for the reference.
-    pub fn hyper(lr: f64, decoupled: bool) -> Vec<Hyper> {
+    pub fn hyper(&self, lr: f64, decoupled: bool) -> Vec<Hyper> {
         let (no_decay_betas, no_decay_eps, no_decay) = NO_DECAY;
         let (multiplier, multiplied_decay) = MULTIPLIED;
-        vec![
+        let mut hyper = vec![
             Hyper { lr: Arc::new(move |_| lr), betas: (0.9, 0.999), eps: 1e-8, weight_decay: 0.01, decoupled },
             Hyper {
                 lr: Arc::new(schedule),
@@ -182,6 +190,17 @@ impl Net {
                 weight_decay: multiplied_decay,
                 decoupled,
             },
-        ]
+        ];
+        hyper.extend(self.groups.iter().map(|group| {
+            let lr = group.lr.unwrap_or(lr) * group.lr_multiplier;
+            Hyper {
+                lr: Arc::new(move |_| lr),
+                betas: group.betas.unwrap_or((0.9, 0.999)),
+                eps: group.eps.unwrap_or(1e-8),
+                weight_decay: group.weight_decay.unwrap_or(0.01),
+                decoupled,
+            }
+        }));
+        hyper
     }
 }

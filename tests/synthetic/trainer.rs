@@ -1,13 +1,11 @@
 //! One rank of the engine under a synthetic job, compared with the serial reference at each read and each outcome.
 
-use gatherflow::{
-    Back, BucketId, Counters, DType, Element, Engine, Grad, Mode, ParamId, ParamMut, Pass, Rank, StepHandle, UnitGuard,
-    WriteMode,
-};
+use gatherflow::{BucketId, Counters, Engine, Internals, Mode, ParamId, ParamMut, Pass, Rank, StepHandle, UnitGuard};
 use gatherflow_actors::plan;
 use gatherflow_kernels::{AccessMode, BufRange};
-use half::{bf16, f16};
 
+use super::pipeline::{Beside, Pipeline};
+use super::sight::{Sight, same_bits};
 use super::{At, Expected, Job, Net, Setting};
 
 /// What a rank has to tell when it is done.
@@ -26,21 +24,15 @@ pub struct Trainer<'a> {
     handles: Vec<StepHandle>,
 }
 
-/// A parameter's values, from whatever guard.
-macro_rules! values {
-    ($source:expr, $net:expr, $param:expr) => {
-        match $net.params()[$param.index()].dtype {
-            DType::Bf16 => widened(&$source.read::<bf16>($param).unwrap()),
-            DType::F16 => widened(&$source.read::<f16>($param).unwrap()),
-            _ => widened(&$source.read::<f32>($param).unwrap()),
-        }
-    };
-}
-
 impl<'a> Trainer<'a> {
-    pub fn start(rank: Rank, job: &'a Job<'a>, setting: &Setting, expected: &'a Expected) -> Self {
+    pub fn start(
+        rank: Rank,
+        job: &'a Job<'a>,
+        setting: &Setting,
+        mut internals: Internals,
+        expected: &'a Expected,
+    ) -> Self {
         let net = job.net;
-        let mut internals = gatherflow::Internals::default();
         internals.open.issue_on_thread = setting.issue_on_thread;
         let number = rank.rank();
         // Only rank 0's values count: they are broadcast.
@@ -61,26 +53,24 @@ impl<'a> Trainer<'a> {
         self.job.net
     }
 
-    /// Values that were read must be those of the current version.
-    fn check(&self, param: ParamId, values: Vec<f32>, wherefrom: &str) -> Vec<f32> {
-        let step = self.engine.steps();
-        let expected = &self.expected.weights[step as usize][param.index()];
-        let what = || format!("`{}` read {wherefrom} on rank {}", self.net().params()[param.index()].name, self.rank());
-        same_bits(&values, expected, &|| format!("{} at version {step}", what()));
-        values
+    fn sight(&self) -> Sight<'_> {
+        Sight {
+            job: self.job,
+            expected: self.expected,
+            params: self.engine.params(),
+            rank: self.rank(),
+            step: self.engine.steps(),
+            two_writers: self.setting.two_writers,
+        }
     }
 
     pub fn in_unit(&self, unit: &UnitGuard<'_>, param: ParamId) -> Vec<f32> {
-        self.check(param, values!(unit, self.net(), param), "in its unit")
-    }
-
-    fn in_backward(&self, back: &Back<'_>, param: ParamId) -> Vec<f32> {
-        self.check(param, values!(back, self.net(), param), "in backward")
+        self.sight().in_unit(unit, param)
     }
 
     /// Reads a parameter outside all units.
     pub fn outside(&self, param: ParamId) -> Vec<f32> {
-        self.check(param, values!(self.engine, self.net(), param), "outside all units")
+        self.sight().outside(&self.engine, param)
     }
 
     /// Enters units in forward order, reads all they have and adds to the loss.
@@ -105,10 +95,9 @@ impl<'a> Trainer<'a> {
     /// All microbatches of a step; `between` runs after each but the last.
     pub fn microbatches_with(&self, between: impl Fn(&Self)) {
         let (net, step) = (self.net(), self.engine.steps());
-        let scale = if self.job.scaler.is_some() { self.engine.loss_scale().unwrap() } else { 1.0 };
-        assert_eq!(scale.to_bits(), self.expected.verdicts[step as usize].loss_scale.to_bits());
+        let (sight, scale) = (self.sight(), self.loss_scale());
         let program = (self.job.program)(step, self.rank());
-        let mut overflows = (self.job.overflow)(step, self.rank());
+        let mut overflows = self.job.overflows_at(step, self.rank());
         let mut loss = 0.0;
         for (microbatch, units) in program.iter().enumerate() {
             let last = microbatch + 1 == program.len();
@@ -116,28 +105,48 @@ impl<'a> Trainer<'a> {
             self.forward(&passes, units, &mut loss);
             for (visit, unit) in units.iter().enumerate().rev() {
                 let back = passes[net.units[*unit].chunk].backward(net.units[*unit].id).unwrap();
-                for param in net.written(*unit) {
-                    let at = At { rank: self.rank(), step, microbatch, visit };
-                    let values = self.in_backward(&back, param);
-                    let gradient = net.gradient(at, param, &values, scale, std::mem::take(&mut overflows));
-                    self.write(&back, param, &gradient);
-                }
+                let at = At { rank: self.rank(), step, microbatch, visit };
+                let gradient = |param| {
+                    let values = sight.in_backward(&back, param);
+                    (param, net.gradient(at, param, &values, scale, std::mem::take(&mut overflows)))
+                };
+                let gradients: Vec<_> = net.written(*unit).map(gradient).collect();
+                sight.write_all(&back, &gradients);
                 back.leave().unwrap();
             }
             if !last {
                 between(self);
             }
         }
-        let expected = self.expected.losses[step as usize][self.rank()];
-        assert_eq!(loss.to_bits(), expected.to_bits(), "loss of step {step}: {loss}, expected {expected}");
+        sight.check_loss(loss);
     }
 
-    fn write(&self, back: &Back<'_>, param: ParamId, gradient: &[f32]) {
-        let sparse = self.net().is_sparse(param);
-        match self.engine.params()[param.index()].grad_dtype() {
-            DType::Bf16 => write::<bf16>(back, param, sparse, gradient),
-            DType::F16 => write::<f16>(back, param, sparse, gradient),
-            _ => write::<f32>(back, param, sparse, gradient),
+    /// The loss scale of this step's gradients, which is the reference's.
+    fn loss_scale(&self) -> f32 {
+        let scale = if self.job.scaler.is_some() { self.engine.loss_scale().unwrap() } else { 1.0 };
+        let expected = &self.expected.verdicts[self.engine.steps() as usize];
+        assert_eq!(scale.to_bits(), expected.loss_scale.to_bits());
+        scale
+    }
+
+    /// All microbatches of a step as a pipeline: see [`Pipeline`].
+    pub fn pipelined(&self, beside: Beside) {
+        let microbatches = (self.job.program)(self.engine.steps(), self.rank()).len();
+        let passes =
+            (0..microbatches).map(|microbatch| self.passes(microbatch, microbatch + 1 == microbatches, Mode::Train));
+        let passes: Vec<_> = passes.collect();
+        Pipeline::new(self.sight(), &passes, self.loss_scale()).run(beside);
+    }
+
+    /// Fills all gradients with NaN once the step before has done with them: what the next step reads, it must write first.
+    pub fn poison_gradients(&self) {
+        let session = self.engine.session();
+        for param in self.net().params() {
+            let Some(range) = session.grad_range(param.id) else { continue };
+            session.gradient_free(param.id).unwrap();
+            let mut lease = session.device().lease(range, AccessMode::Write).unwrap();
+            // All bits set is a NaN in each of the dtypes.
+            lease.as_mut_bytes().unwrap().fill(0xff);
         }
     }
 
@@ -204,7 +213,7 @@ impl<'a> Trainer<'a> {
         Finished { counters: self.engine.counters(), hash }
     }
 
-    /// Masters and moments of what this rank owns are the reference's; padding is zero (SPEC L5).
+    /// Masters and moments of what this rank owns are the reference's at the end; padding is zero (SPEC L5).
     fn check_state(&self) {
         let (session, rank) = (self.engine.session(), self.rank());
         for bucket in self.engine.plan().buckets() {
@@ -233,35 +242,5 @@ impl<'a> Trainer<'a> {
             wanted[piece.in_shard.start..piece.in_shard.end].copy_from_slice(of_param);
         }
         same_bits(found, &wanted, &|| format!("{what} of {bucket} on rank {}", self.rank()));
-    }
-}
-
-fn widened<T: Element>(values: &[T]) -> Vec<f32> {
-    values.iter().map(|x| x.to_f32()).collect()
-}
-
-fn write<T: Element>(back: &Back<'_>, param: ParamId, sparse: bool, gradient: &[f32]) {
-    if sparse {
-        return add_even(back.grad_zeroed::<T>(param).unwrap(), gradient);
-    }
-    let mut guard = back.grad::<T>(param).unwrap();
-    let overwrite = guard.mode() == WriteMode::Overwrite;
-    for (memory, g) in guard.iter_mut().zip(gradient) {
-        *memory = T::from_f32(if overwrite { *g } else { memory.to_f32() + g });
-    }
-    guard.complete();
-}
-
-fn add_even<T: Element>(mut guard: Grad<'_, T>, gradient: &[f32]) {
-    assert_eq!(guard.mode(), WriteMode::Accumulate);
-    guard.iter_mut().zip(gradient).step_by(2).for_each(|(memory, g)| *memory = T::from_f32(memory.to_f32() + g));
-    guard.complete();
-}
-
-/// Equal bit for bit, or names the first element that is not.
-fn same_bits(found: &[f32], expected: &[f32], what: &dyn Fn() -> String) {
-    assert_eq!(found.len(), expected.len(), "{}", what());
-    if let Some(i) = found.iter().zip(expected).position(|(a, b)| a.to_bits() != b.to_bits()) {
-        panic!("{}: element {i} is {:?}, expected {:?}", what(), found[i], expected[i]);
     }
 }

@@ -1,0 +1,331 @@
+//! A drawn job: everything that a property test varies, as one value.
+//!
+//! A [`Draw`] is plain data and prints in full. What does not fit together (f16 without a loss scale, gradients of a type that
+//! the parameter cannot have) is made to fit when the model is built, so that every value is a job and shrinks to another one.
+//! To vary one more thing, add a field and a strategy for it in [`draws`], or in `setting` if it must not change a bit.
+#![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used)]
+
+use gatherflow::{Credits, DType, FirstGather, Group, GroupId, Link, Overlap, ParamOptions};
+use proptest::prelude::*;
+use proptest::sample::{Index, select};
+
+use crate::reference::Scaler;
+use crate::synthetic::{Job, Net, Setting, Trainer, random_bits, serial, shuffled};
+
+#[derive(Clone, Debug)]
+pub struct Draw {
+    pub ranks: usize,
+    pub bucket_size: usize,
+    /// Of parameters that take the default and can have it.
+    pub grad_dtype: DType,
+    pub adam_w: bool,
+    pub scaler: Option<Scaler>,
+    /// Beside the three that every model has.
+    pub groups: Vec<Group>,
+    pub units: Vec<UnitDraw>,
+    pub steps: Vec<StepDraw>,
+    pub setting: Setting,
+}
+
+#[derive(Clone, Debug)]
+pub struct UnitDraw {
+    pub opens_chunk: bool,
+    pub params: Vec<ParamDraw>,
+    /// Parameters of earlier units of the same chunk or another that this one uses too.
+    pub ties: Vec<Index>,
+}
+
+#[derive(Clone, Debug)]
+pub struct ParamDraw {
+    pub numel: usize,
+    pub dtype: DType,
+    pub gradient: Gradient,
+    pub group: Index,
+    pub kind: Kind,
+    pub shared_embedding: bool,
+    pub tensor_parallel: bool,
+}
+
+/// The element type of a gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gradient {
+    /// The configuration's.
+    Default,
+    F32,
+    /// The parameter's.
+    Own,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    Plain,
+    Frozen,
+    /// Trainable, and nobody writes its gradient.
+    Unused,
+    /// Every other element is written, into zeroed memory.
+    Sparse,
+}
+
+#[derive(Clone, Debug)]
+pub struct StepDraw {
+    /// 0 is a step without backward.
+    pub microbatches: usize,
+    /// Ranks differ in the number of microbatches.
+    pub uneven: bool,
+    pub order: Order,
+    pub seed: u64,
+    /// The rank on which a gradient is infinite.
+    pub overflow: Option<Index>,
+    pub evaluate: Evaluate,
+    pub zero_grad: bool,
+}
+
+/// How a rank's forward goes through the units; another way on every rank and in every microbatch, but for the first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    Registration,
+    Permuted,
+    /// Up to eight visits, some units several times, others not at all.
+    Any,
+}
+
+/// Where a rank evaluates.
+#[derive(Clone, Debug)]
+pub struct Evaluate {
+    pub before: bool,
+    pub between_microbatches: bool,
+    pub after: bool,
+    /// One rank only.
+    pub alone: Option<Index>,
+}
+
+impl Draw {
+    /// The model, and the default gradient dtype as far as any of its parameters reads it.
+    fn net(&self) -> (Net, DType) {
+        let mut net = Net::empty();
+        let groups = self.groups.iter().fold(3, |_, group| net.group(group.clone()).0 as usize + 1);
+        let mut default_is_read = false;
+        for (number, unit) in self.units.iter().enumerate() {
+            if unit.opens_chunk || number == 0 {
+                net.chunk();
+            }
+            net.unit(&format!("unit {number}"));
+            let before = net.params().to_vec();
+            for (index, param) in unit.params.iter().enumerate() {
+                let fits = |grad: DType| grad == DType::F32 || grad == param.dtype || param.dtype == DType::F32;
+                let grad_dtype = match param.gradient {
+                    Gradient::Default if fits(self.grad_dtype) => None,
+                    Gradient::Own => Some(param.dtype),
+                    _ => Some(DType::F32),
+                };
+                let trainable = param.kind != Kind::Frozen;
+                default_is_read |= grad_dtype.is_none() && trainable;
+                let options = ParamOptions {
+                    group: GroupId(param.group.index(groups) as u32),
+                    trainable,
+                    grad_dtype,
+                    tensor_parallel: param.tensor_parallel,
+                    shared_embedding: param.shared_embedding,
+                    ..ParamOptions::default()
+                };
+                let kind = format!("{:?}", param.kind).to_lowercase();
+                net.param(&format!("{number}.{index} {kind}"), param.numel, param.dtype, options);
+            }
+            let mut tied: Vec<usize> = unit.ties.iter().map(|tie| tie.index(before.len().max(1))).collect();
+            tied.sort_unstable();
+            tied.dedup();
+            tied.iter().filter_map(|tie| before.get(*tie)).for_each(|param| net.use_param(param.id));
+        }
+        (net, if default_is_read { self.grad_dtype } else { DType::F32 })
+    }
+
+    /// f16 comes with a loss scale.
+    fn scaler(&self, net: &Net, grad_dtype: DType) -> Option<Scaler> {
+        let trainable = || net.params().iter().filter(|p| p.options.trainable);
+        let half =
+            trainable().any(|p| p.dtype == DType::F16 || p.options.grad_dtype.unwrap_or(grad_dtype) == DType::F16);
+        self.scaler.or_else(|| half.then(|| Scaler::new(64.0, 2, 1)))
+    }
+
+    fn program(&self, step: u64, rank: usize, units: usize) -> Vec<Vec<usize>> {
+        let draw = &self.steps[step as usize];
+        let count = if draw.uneven { (draw.microbatches + rank) % 4 } else { draw.microbatches };
+        let microbatch = |number: usize| {
+            let words = [draw.seed, rank as u64, number as u64];
+            match draw.order {
+                Order::Registration => (0..units).collect(),
+                Order::Permuted => shuffled(units, &words),
+                Order::Any => {
+                    let visits = random_bits(&words) % 9;
+                    let visit = |i| (random_bits(&[&words[..], &[i]].concat()) % units as u64) as usize;
+                    (0..visits).map(visit).collect()
+                }
+            }
+        };
+        (0..count).map(microbatch).collect()
+    }
+
+    /// Trains the engine and the serial reference, and compares them at every read, loss and outcome, and all state at the end.
+    ///
+    /// Returns how many steps were updated and how many skipped.
+    pub fn check(&self) -> (u64, u64) {
+        let (net, grad_dtype) = self.net();
+        let program = |step, rank| self.program(step, rank, net.units.len());
+        let steps = 0..self.steps.len() as u64;
+        let overflow = |step: u64| Some((step, self.steps[step as usize].overflow?.index(self.ranks)));
+        let overflows: Vec<(u64, usize)> = steps.clone().filter_map(overflow).collect();
+        let job = Job {
+            overflows: &overflows,
+            may_stand_still: true,
+            scaler: self.scaler(&net, grad_dtype),
+            adam_w: self.adam_w,
+            grad_dtype,
+            bucket_size: self.bucket_size,
+            ..Job::new(&net, self.ranks, steps.end, &program)
+        };
+        let expected = serial(&job);
+        let finished = job.on_ranks(&expected, &self.setting, |mut trainer| {
+            for step in &self.steps {
+                self.one_step(step, &mut trainer);
+            }
+            trainer.finish()
+        });
+        assert!(finished.windows(2).all(|pair| pair[0].hash == pair[1].hash), "replicas differ: {finished:?}");
+        let skipped = finished[0].counters.skipped_steps;
+        assert_eq!(skipped, steps.end - expected.updated_steps());
+        (expected.updated_steps(), skipped)
+    }
+
+    fn one_step(&self, step: &StepDraw, trainer: &mut Trainer<'_>) {
+        let evaluates = |trainer: &Trainer<'_>, here: bool| {
+            if here && step.evaluate.alone.is_none_or(|rank| rank.index(self.ranks) == trainer.rank()) {
+                trainer.evaluate();
+            }
+        };
+        if step.zero_grad {
+            trainer.engine.zero_grad().unwrap();
+        }
+        evaluates(trainer, step.evaluate.before);
+        trainer.microbatches_with(|trainer| evaluates(trainer, step.evaluate.between_microbatches));
+        trainer.step();
+        evaluates(trainer, step.evaluate.after);
+    }
+}
+
+const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+/// Any job.
+pub fn draws() -> impl Strategy<Value = Draw> {
+    let layout = (1_usize..=8, select(vec![1_usize, 64, 128, 500, 1 << 20]), select(DTYPES.to_vec()), any::<bool>());
+    let scale = (0_i32..24, 1_u32..4, 1_i32..3)
+        .prop_map(|(scale, interval, hysteresis)| Scaler::new(2.0_f32.powi(scale), interval, hysteresis));
+    let groups = prop::collection::vec(group(), 0..3);
+    let units = prop::collection::vec(unit(), 1..5);
+    let steps = prop::collection::vec(step(), 1..5);
+    (layout, prop::option::of(scale), groups, units, steps, setting()).prop_map(
+        |((ranks, bucket_size, grad_dtype, adam_w), scaler, groups, units, steps, setting)| Draw {
+            ranks,
+            bucket_size,
+            grad_dtype,
+            adam_w,
+            scaler,
+            groups,
+            units,
+            steps,
+            setting,
+        },
+    )
+}
+
+fn group() -> impl Strategy<Value = Group> {
+    let betas = prop::option::of((0.0_f64..0.99, 0.0_f64..0.999));
+    let rates = (prop::option::of(0.0_f64..0.1), 0.0_f64..2.0);
+    (rates, betas, prop::option::of(1e-9_f64..1e-4), prop::option::of(0.0_f64..0.2)).prop_map(
+        |((lr, lr_multiplier), betas, eps, weight_decay)| Group { lr, lr_multiplier, betas, eps, weight_decay },
+    )
+}
+
+fn unit() -> impl Strategy<Value = UnitDraw> {
+    let params = prop::collection::vec(param(), 0..4);
+    let ties = prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec(any::<Index>(), 1..3)];
+    (prop::bool::weighted(0.3), params, ties).prop_map(|(opens_chunk, params, ties)| UnitDraw {
+        opens_chunk,
+        params,
+        ties,
+    })
+}
+
+fn param() -> impl Strategy<Value = ParamDraw> {
+    let numel = prop_oneof![3 => select(vec![1_usize, 3, 63, 64, 65]), 2 => 1_usize..200];
+    let gradient = select(vec![Gradient::Default, Gradient::F32, Gradient::Own]);
+    let kind = prop_oneof![
+        5 => Just(Kind::Plain),
+        1 => Just(Kind::Frozen),
+        1 => Just(Kind::Unused),
+        1 => Just(Kind::Sparse),
+    ];
+    let marks = (prop::bool::weighted(0.1), any::<bool>());
+    (numel, select(DTYPES.to_vec()), gradient, any::<Index>(), kind, marks).prop_map(
+        |(numel, dtype, gradient, group, kind, (shared_embedding, tensor_parallel))| ParamDraw {
+            numel,
+            dtype,
+            gradient,
+            group,
+            kind,
+            shared_embedding,
+            tensor_parallel,
+        },
+    )
+}
+
+fn step() -> impl Strategy<Value = StepDraw> {
+    let order = select(vec![Order::Registration, Order::Permuted, Order::Any]);
+    let overflow = prop_oneof![4 => Just(None), 1 => any::<Index>().prop_map(Some)];
+    let rarely = || prop::bool::weighted(0.25);
+    let evaluate = (rarely(), rarely(), rarely(), prop::option::of(any::<Index>())).prop_map(
+        |(before, between_microbatches, after, alone)| Evaluate { before, between_microbatches, after, alone },
+    );
+    (0_usize..4, any::<bool>(), order, any::<u64>(), overflow, evaluate, any::<bool>()).prop_map(
+        |(microbatches, uneven, order, seed, overflow, evaluate, zero_grad)| StepDraw {
+            microbatches,
+            uneven,
+            order,
+            seed,
+            overflow,
+            evaluate,
+            zero_grad,
+        },
+    )
+}
+
+/// What must not change a bit.
+fn setting() -> impl Strategy<Value = Setting> {
+    let overlap = prop_oneof![
+        1 => Just(Overlap::None),
+        1 => Just(Overlap::Chain),
+        3 => Just(Overlap::Window),
+    ];
+    let credits = prop_oneof![(1_u32..5).prop_map(Credits::Buckets), Just(Credits::Unlimited)];
+    let credits_bytes = prop::option::of(1_u64..4000);
+    let first_gather = select(vec![FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward]);
+    let gathers = (overlap, credits, credits_bytes, first_gather);
+    let (overlap_grad_reduce, issue_on_thread, two_writers) = (any::<bool>(), any::<bool>(), any::<bool>());
+    let slow = Link::parse("1gbit,300us").unwrap();
+    let link = prop_oneof![4 => Just(None), 1 => Just(Some(slow))];
+    (gathers, overlap_grad_reduce, issue_on_thread, two_writers, 1_u32..4, link).prop_map(
+        |(gathers, overlap_grad_reduce, issue_on_thread, two_writers, steps_in_flight, link)| {
+            let (overlap, credits, credits_bytes, first_gather) = gathers;
+            Setting {
+                credits,
+                credits_bytes: credits_bytes.filter(|_| overlap == Overlap::Window),
+                first_gather,
+                overlap_grad_reduce,
+                issue_on_thread,
+                two_writers,
+                steps_in_flight,
+                link,
+                ..Setting::of(overlap)
+            }
+        },
+    )
+}
