@@ -429,6 +429,7 @@ impl Model {
             groups: self.groups.len(),
             bucketing: config.bucketing(),
             alignment: if config.bandwidth_alignment { Alignment::Bandwidth } else { Alignment::Standard },
+            storage: config.storage,
             model_parallel_rank: 0,
         }
     }

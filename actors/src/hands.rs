@@ -111,16 +111,19 @@ impl Hands {
     /// The stream on which an operation runs.
     fn stream_of(&self, op: &crate::action::Op) -> StreamId {
         match op {
-            crate::action::Op::ZeroGradients { .. } => self.streams.reduce,
+            crate::action::Op::ZeroGradients { .. } | crate::action::Op::ZeroBucket { .. } => self.streams.reduce,
             _ => self.streams.optimizer,
         }
     }
 
-    /// Issues a collective behind events; the event behind it comes back.
+    /// Issues a collective behind events, with what belongs to it; the event behind both comes back.
     pub(crate) fn issue(&self, comm: &mut Comm, key: CollectiveKey, after: &After) -> Result<Event, DeviceError> {
         let on = if key.kind == CollectiveKind::Gather { self.streams.gather } else { self.streams.reduce };
         self.wait_all(on, after)?;
         comm.issue(on, self.lowering.collective(key))?;
+        for work in self.lowering.follow_up(key).into_iter().flatten() {
+            self.device.enqueue(on, work)?;
+        }
         Ok(self.device.record(on))
     }
 

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Purpose, Range, Rank, UnitId,
+    Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Purpose, Range, Rank, Storage, UnitId,
     UnitSpec,
 };
 use gatherflow_kernels::DType;
@@ -22,6 +22,7 @@ fn input(ranks: usize, params: Vec<ParamSpec>, chunks: &[&[&[u32]]]) -> PlanInpu
         groups: 2,
         bucketing: Bucketing::Whole,
         alignment: Alignment::Standard,
+        storage: Storage::Views,
         model_parallel_rank: 0,
     }
 }

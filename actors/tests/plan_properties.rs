@@ -4,7 +4,7 @@
 
 use gatherflow_actors::plan::{
     Alignment, BucketId, Bucketing, ChunkSpec, Home, PARAM_ALIGN, ParamId, ParamSpec, Plan, PlanInput, Purpose, Rank,
-    UnitId, UnitSpec,
+    Storage, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
 use proptest::prelude::*;
@@ -62,7 +62,7 @@ fn model() -> impl Strategy<Value = PlanInput> {
                 param
             });
             let params = params.collect();
-            PlanInput { ranks, chunks, params, groups: 3, bucketing, alignment, model_parallel_rank }
+            PlanInput { ranks, chunks, params, groups: 3, bucketing, alignment, storage: Storage::Views, model_parallel_rank }
         },
     )
 }

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Rank, ShardGroup, UnitSpec,
+    Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Rank, ShardGroup, Storage, UnitSpec,
 };
 use gatherflow_kernels::DType;
 
@@ -17,6 +17,7 @@ fn input() -> PlanInput {
         groups: 1,
         bucketing: Bucketing::Default,
         alignment: gatherflow_actors::plan::Alignment::Standard,
+        storage: Storage::Views,
         model_parallel_rank: 0,
     }
 }

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
+use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Storage, UnitId, UnitSpec};
 use gatherflow_actors::{
     Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig,
     StartParams, StepRequest,
@@ -54,6 +54,7 @@ pub struct Shape {
     pub dtype: Vec<DType>,
     pub trainable: Vec<bool>,
     pub bucket_size: usize,
+    pub storage: Storage,
 }
 
 impl Shape {
@@ -66,6 +67,7 @@ impl Shape {
             dtype: vec![DType::Bf16; params],
             trainable: vec![true; params],
             bucket_size,
+            storage: Storage::Views,
         }
     }
 
@@ -79,6 +81,7 @@ impl Shape {
             dtype: Vec::new(),
             trainable: Vec::new(),
             bucket_size: [1, 64, 200, 1000, 100_000][draw.below(5)],
+            storage: Storage::Views,
         };
         for _ in 0..units {
             let mut members = Vec::new();
@@ -117,6 +120,7 @@ impl Shape {
             groups: 1,
             bucketing: Bucketing::Size(self.bucket_size),
             alignment: Alignment::default(),
+            storage: self.storage,
             model_parallel_rank: 0,
         };
         Plan::new(&input).expect("a legal model")
