@@ -81,7 +81,7 @@ impl Shape {
             dtype: Vec::new(),
             trainable: Vec::new(),
             bucket_size: [1, 64, 200, 1000, 100_000][draw.below(5)],
-            storage: Storage::Views,
+            storage: [Storage::Views, Storage::Shared][draw.below(2)],
         };
         for _ in 0..units {
             let mut members = Vec::new();
@@ -144,6 +144,8 @@ pub struct Scenario {
     pub evaluate: bool,
     /// Chance in percent that a parameter gets no gradient in a step.
     pub unused: usize,
+    /// Chance in percent that a rank writes the gradients of a step without having entered or read anything.
+    pub blind: usize,
     pub dropped_edge: Option<Edge>,
     pub issue_on_thread: bool,
 }
@@ -179,9 +181,16 @@ impl Scenario {
             forward_seed: None,
             evaluate: false,
             unused: 0,
+            blind: 0,
             dropped_edge: None,
             issue_on_thread: false,
         }
+    }
+
+    /// The same with its parameters gathered there.
+    pub fn stored(mut self, storage: Storage) -> Self {
+        self.shape.storage = storage;
+        self
     }
 
     /// Enough variety that every edge orders something that nothing else orders.
@@ -203,6 +212,7 @@ impl Scenario {
             forward_seed: draw.chance(70).then(|| draw.next()),
             evaluate: draw.chance(40),
             unused: [0, 0, 20, 100][draw.below(4)],
+            blind: [0, 0, 30, 100][draw.below(4)],
             dropped_edge: None,
             issue_on_thread: false,
             first_gather: [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)],
@@ -306,7 +316,9 @@ impl Scenario {
             Ok::<(), Cause>(())
         };
         session.zeroed();
-        order.iter().try_for_each(|unit| read(*unit, &mut call))?;
+        let blind = Draw::new(0xb11d ^ (step << 8) ^ rank).chance(self.blind);
+        let forward = if blind { &[][..] } else { &order[..] };
+        forward.iter().try_for_each(|unit| read(*unit, &mut call))?;
 
         // The same on every rank: which parameters get no gradient is decided by step alone.
         let mut draw = Draw::new(0xface ^ step);
@@ -317,7 +329,9 @@ impl Scenario {
                 let index = param.0 as usize;
                 uses[index] -= 1;
                 let Some(grad) = session.grad_range(*param) else { continue };
-                touch(session.param_range(*param), AccessMode::Read);
+                if !blind {
+                    touch(session.param_range(*param), AccessMode::Read);
+                }
                 if !used[index] {
                     continue;
                 }
