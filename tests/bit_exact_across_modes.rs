@@ -33,7 +33,7 @@ fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
     };
     let expected = serial(&job);
     assert_eq!(expected.updated_steps(), 5, "one step is skipped");
-    for mode in Setting::modes() {
+    for mode in Setting::modes_and_storages() {
         for overlap_grad_reduce in [false, true] {
             for issue_on_thread in [false, true] {
                 let setting = Setting { overlap_grad_reduce, issue_on_thread, ..mode };

@@ -18,7 +18,7 @@ mod trainer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Credits, DType, FirstGather, Link, Overlap, ScalerKind};
+use gatherflow::{Config, Credits, DType, FirstGather, Link, Overlap, ScalerKind, Storage};
 
 pub use net::Net;
 use trainer::Finished;
@@ -51,6 +51,7 @@ pub struct Job<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     pub overlap: Overlap,
+    pub storage: Storage,
     /// Read in mode window only.
     pub credits: Credits,
     /// Read in mode window only.
@@ -69,6 +70,7 @@ impl Setting {
     pub fn of(overlap: Overlap) -> Self {
         Self {
             overlap,
+            storage: Storage::Views,
             credits: Credits::Buckets(3),
             credits_bytes: None,
             first_gather: FirstGather::Step,
@@ -93,6 +95,12 @@ impl Setting {
             Self::window(Credits::Buckets(3)),
             Self::window(Credits::Unlimited),
         ]
+    }
+
+    /// Each of [`Setting::modes`] in each storage.
+    pub fn modes_and_storages() -> impl Iterator<Item = Self> {
+        let stored = |mode| [Storage::Views, Storage::Shared].map(|storage| Self { storage, ..mode });
+        Self::modes().into_iter().flat_map(stored)
     }
 }
 
@@ -124,6 +132,7 @@ impl<'a> Job<'a> {
             .max_norm(Self::MAX_NORM)
             .adam_w(self.adam_w)
             .overlap(setting.overlap)
+            .storage(setting.storage)
             .overlap_grad_reduce(setting.overlap_grad_reduce)
             .steps_in_flight(setting.steps_in_flight);
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
