@@ -352,6 +352,7 @@ mod tests {
             Action::Enqueue { op: Op::ZeroGradients { params, .. }, after } => {
                 format!("zero {} {}", params.len(), ids(after).join(" "))
             }
+            Action::Enqueue { op: Op::ZeroBucket { .. }, after } => format!("zero bucket {}", ids(after).join(" ")),
             Action::Publish(Publication::Ready { version, event, .. }) => format!("ready {version} {}", event.id()),
             Action::Publish(Publication::GradientsFree { version, event, .. }) => {
                 format!("free {version} {}", event.id())
@@ -400,6 +401,34 @@ mod tests {
         say(&mut b, complete(1, 20));
         say(&mut b, complete(1, 21));
         assert_eq!(say(&mut b, BucketMsg::ReduceIssued { step: 1, event: event(22) }), ["reduced 1 22 gathered 15"]);
+    }
+
+    #[test]
+    fn with_storage_shared_gradients_are_free_behind_the_gather_and_nothing_of_the_next_step_comes_before_it() {
+        let mut b = bucket(1, true).stored(Storage::Shared);
+        say(&mut b, complete(0, 10));
+        say(&mut b, BucketMsg::ReduceIssued { step: 0, event: event(11) });
+        assert!(say(&mut b, updated(1, 12)).is_empty());
+        let close = BucketMsg::Close { step: 1, zero: vec![ParamId(1)], writes: vec![] };
+        for early in [complete(1, 13), close.clone()] {
+            assert!(b.on(early, &mut Vec::new()).is_err());
+        }
+        say(&mut b, BucketMsg::Gather { version: 1, entry: None });
+        let issued = BucketMsg::GatherIssued { version: 1, event: event(14) };
+        assert_eq!(say(&mut b, issued), ["free 1 14", "ready 1 14", "gathered 1"]);
+        assert_eq!(say(&mut b, close), ["zero 1 E6:14"]);
+    }
+
+    #[test]
+    fn with_storage_shared_a_skipped_step_zeroes_the_gradients_behind_adam() {
+        let mut b = bucket(1, true).stored(Storage::Shared);
+        say(&mut b, complete(0, 10));
+        say(&mut b, BucketMsg::ReduceIssued { step: 0, event: event(11) });
+        let skipped = BucketMsg::Skipped { version: 1, adam: event(12) };
+        assert_eq!(say(&mut b, skipped), ["zero bucket E6:12", "ready 1 12"]);
+        assert_eq!(say(&mut b, BucketMsg::Zeroed { event: event(13) }), ["free 1 13"]);
+        let close = BucketMsg::Close { step: 1, zero: vec![ParamId(1)], writes: vec![] };
+        assert_eq!(say(&mut b, close), ["zero 1 E6:13"]);
     }
 
     #[test]

@@ -42,8 +42,7 @@ impl Machines {
         }
         let sequence = Sequence::new(issued, wire, lowering.small_bytes(), first_seq);
         let bucket = |b: &crate::plan::BucketPlan| {
-            Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone())
-                .stored(plan.storage())
+            Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone()).stored(plan.storage())
         };
         Self {
             buckets: plan.buckets().iter().map(bucket).collect(),

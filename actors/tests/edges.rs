@@ -91,6 +91,26 @@ fn one_step_makes_no_pass_over_a_full_buffer_beyond_the_collectives() {
     }
 }
 
+#[test]
+fn with_storage_shared_one_gather_costs_one_copy_out_and_one_zeroing_and_nothing_else_passes_over_a_bucket() {
+    let scenario = Scenario { skipped: vec![1], ..Scenario::plain() }.stored(Storage::Shared);
+    let run = scenario.run_on_null();
+    let numel: usize = run.plan.buffers().iter().map(|b| b.numel).sum();
+    let updated = (scenario.steps - 1) as usize;
+    for log in &run.logs {
+        let entries = log.entries.lock();
+        let passes = gatherflow_kernels::check::full_buffer_passes(&entries, |buffer| run.shard_bytes(buffer));
+        assert!(passes.iter().all(|pass| ["copy", "fill"].contains(&pass.work)), "{passes:?}");
+        let bytes = gatherflow_kernels::check::bytes_by_work(&entries);
+        let of =
+            |work: &str| bytes.iter().filter(|((_, name), _)| *name == work).map(|(_, bytes)| bytes).sum::<usize>();
+        // bf16 parameters, read and written once each, and copied to the staging shards at the start; f32 gradients, zeroed
+        // after every step, skipped or not.
+        let staged = 2 * numel * 2 / scenario.shape.ranks;
+        assert_eq!((of("copy"), of("fill")), (updated * 2 * numel * 2 + staged, (updated + 1) * numel * 4));
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 48, failure_persistence: None, ..ProptestConfig::default() })]
 

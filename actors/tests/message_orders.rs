@@ -148,7 +148,9 @@ fn no_order_breaks_a_rule_where_ranks_have_different_modes() {
 fn no_order_of_any_program_breaks_a_rule_in_any_mode() {
     for mode in [NONE, CHAIN, ONE_CREDIT, TWO_CREDITS] {
         let eager = ("eager", eager(mode));
-        for (name, program) in [("sparse", sparse(mode)), ("evaluating", evaluating(mode)), ("blind", blind(mode)), eager] {
+        for (name, program) in
+            [("sparse", sparse(mode)), ("evaluating", evaluating(mode)), ("blind", blind(mode)), eager]
+        {
             let variants = [late, threaded, one_in_flight, shared].map(|variant| variant(program.clone()));
             for setup in std::iter::once(program).chain(variants) {
                 search_all(name, &setup, &[FIRST, SECOND]);

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use gatherflow_kernels::verdict::Scalars;
 use gatherflow_kernels::{
-    AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, Comm, Device, DeviceError,
-    Event, Failure, FailureKind, Lease, LeaseError, OpenOptions, Opened, open,
+    AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, Comm, Device, DeviceError, Event,
+    Failure, FailureKind, Lease, LeaseError, OpenOptions, Opened, open,
 };
 use parking_lot::Mutex;
 
