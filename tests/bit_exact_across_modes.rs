@@ -7,8 +7,11 @@
 mod reference;
 mod synthetic;
 
+use gatherflow::Storage;
 use reference::Scaler;
-use synthetic::{Job, Net, Setting, serial};
+use synthetic::{Job, Net, Setting, Trainer, serial};
+
+const STORAGES: [Storage; 2] = [Storage::Views, Storage::Shared];
 
 /// One to four microbatches, not as many on every rank. The rare unit is entered in every third step only; block b is left
 /// out of the last microbatch of odd steps, so its gradients are written but never complete.
@@ -41,6 +44,29 @@ fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
                 assert!(finished.iter().all(|f| f.counters.skipped_steps == 1), "{setting:?}");
             }
         }
+    }
+}
+
+/// Storage decides where a rank receives, not what it sends: each rank has its own here.
+#[test]
+fn ranks_may_differ_in_storage() {
+    let net = Net::mixed(false);
+    let job = Job { overflow: |step, rank| step == 2 && rank == 0, ..Job::new(&net, 4, 6, &program) };
+    let expected = serial(&job);
+    for mode in Setting::modes() {
+        let of = |rank: &gatherflow::Rank| Setting { storage: STORAGES[rank.rank() % 2], ..mode };
+        let ranks = gatherflow::Ranks::with_config(4, &job.config(&mode)).unwrap();
+        std::thread::scope(|scope| {
+            let (job, expected) = (&job, &expected);
+            let start = |rank| {
+                let setting = of(&rank);
+                scope.spawn(move || Trainer::start(rank, job, &setting, expected).train_to_the_end())
+            };
+            let threads: Vec<_> = ranks.into_iter().map(start).collect();
+            for thread in threads {
+                thread.join().unwrap();
+            }
+        });
     }
 }
 

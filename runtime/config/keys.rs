@@ -153,7 +153,7 @@ pub const KEYS: &[Key] = &[
         default: "\"views\"",
         help: "where gathers land: in the model's parameters, or in the memory of their gradients, from where they are copied out \
                while the gradients are zeroed; same bits. `plan` prints the memory of both: views takes less. Choose shared \
-               to keep the model's memory out of all collectives; not with gradients smaller than their parameters",
+               where no gather may write to what the model reads; not with gradients smaller than their parameters",
         set: |c, v| {
             c.storage = match v.as_str()? {
                 "views" => Storage::Views,

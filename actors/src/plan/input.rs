@@ -149,6 +149,7 @@ impl Storage {
     }
 
     /// The other one.
+    #[must_use]
     pub const fn other(self) -> Self {
         match self {
             Self::Views => Self::Shared,
