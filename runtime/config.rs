@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams, Storage};
 pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
@@ -89,6 +89,7 @@ pub struct Config {
     pub(crate) gather_group_bytes: usize,
     pub(crate) layout: Layout,
     pub(crate) bandwidth_alignment: bool,
+    pub(crate) storage: Storage,
     pub(crate) lr: f64,
     pub(crate) betas: (f64, f64),
     pub(crate) eps: f64,
@@ -133,6 +134,7 @@ impl Default for Config {
             gather_group_bytes: 0,
             layout: Layout::Standard,
             bandwidth_alignment: false,
+            storage: Storage::Views,
             lr: 1e-3,
             betas: (0.9, 0.999),
             eps: 1e-8,

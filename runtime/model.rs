@@ -428,6 +428,7 @@ impl Model {
             groups: self.groups.len(),
             bucketing: config.bucketing(),
             alignment: config.alignment(),
+            storage: config.storage,
             model_parallel_rank: 0,
         }
     }

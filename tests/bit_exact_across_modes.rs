@@ -7,8 +7,11 @@
 mod reference;
 mod synthetic;
 
+use gatherflow::Storage;
 use reference::Scaler;
-use synthetic::{Job, Net, Setting, serial};
+use synthetic::{Job, Net, Setting, Trainer, serial};
+
+const STORAGES: [Storage; 2] = [Storage::Views, Storage::Shared];
 
 /// One to four microbatches, not as many on every rank. The rare unit is entered in every third step only; block b is left
 /// out of the last microbatch of odd steps, so its gradients are written but never complete.
@@ -33,14 +36,39 @@ fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
     };
     let expected = serial(&job);
     assert_eq!(expected.updated_steps(), 5, "one step is skipped");
-    for mode in Setting::modes() {
+    for mode in Setting::modes_and_storages() {
         for overlap_grad_reduce in [false, true] {
-            for issue_on_thread in [false, true] {
-                let setting = Setting { overlap_grad_reduce, issue_on_thread, ..mode };
+            for (issue_on_thread, gather_group_bytes) in [(false, 0), (true, 0), (false, 1500), (true, 1500)] {
+                let setting = Setting { overlap_grad_reduce, issue_on_thread, gather_group_bytes, ..mode };
                 let finished = job.train(&expected, &setting);
                 assert!(finished.iter().all(|f| f.counters.skipped_steps == 1), "{setting:?}");
             }
         }
+    }
+}
+
+/// Storage decides where a rank receives, not what it sends: each rank has its own here.
+#[test]
+fn ranks_may_differ_in_storage() {
+    let net = Net::mixed(false);
+    let job = Job { overflow: |step, rank| step == 2 && rank == 0, ..Job::new(&net, 4, 6, &program) };
+    let expected = serial(&job);
+    for mode in Setting::modes() {
+        let of = |rank: &gatherflow::Rank| Setting { storage: STORAGES[rank.rank() % 2], ..mode };
+        let ranks = gatherflow::Ranks::with_config(4, &job.config(&mode)).unwrap();
+        std::thread::scope(|scope| {
+            let (job, expected) = (&job, &expected);
+            let start = |rank| {
+                let setting = of(&rank);
+                scope.spawn(move || {
+                    Trainer::start(rank, job, &setting, gatherflow::Internals::default(), expected).train_to_the_end()
+                })
+            };
+            let threads: Vec<_> = ranks.into_iter().map(start).collect();
+            for thread in threads {
+                thread.join().unwrap();
+            }
+        });
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use candle_core::{D, Device, Tensor, Var};
 use gatherflow::candle::{Forward, cause, cross_entropy, gelu};
-use gatherflow::{Config, DType, Engine, ErrorKind, Mode, Model, Overlap, ParamId, Rank, Ranks, UnitId};
+use gatherflow::{Config, DType, Engine, ErrorKind, Mode, Model, Overlap, ParamId, Rank, Ranks, Storage, UnitId};
 
 const VOCAB: usize = 13;
 const WIDTH: usize = 24;
@@ -138,11 +138,14 @@ fn train(config: &Config, dtype: DType) -> (Vec<f32>, u64) {
 }
 
 #[test]
-fn every_overlap_mode_trains_to_the_same_bits() {
+fn every_overlap_mode_and_storage_trains_to_the_same_bits() {
     for dtype in [DType::F32, DType::Bf16] {
-        let runs = [Overlap::None, Overlap::Chain, Overlap::Window].map(|mode| train(&config().overlap(mode), dtype));
-        assert_eq!(runs[0], runs[1], "{dtype}");
-        assert_eq!(runs[0], runs[2], "{dtype}");
+        let of = |storage| {
+            [Overlap::None, Overlap::Chain, Overlap::Window]
+                .map(|mode| train(&config().overlap(mode).storage(storage), dtype))
+        };
+        let runs = [of(Storage::Views), of(Storage::Shared)].concat();
+        assert!(runs.iter().all(|run| *run == runs[0]), "{dtype}: {runs:?}");
         assert!(runs[0].0.iter().all(|loss| loss.is_finite()));
     }
 }

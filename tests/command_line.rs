@@ -47,6 +47,29 @@ fn plan_prints_a_gpt_for_people_and_as_json() {
 }
 
 #[test]
+fn plan_prints_the_memory_of_both_storages_with_staging() {
+    let plan = |flags: &[&str], storage: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_gatherflow"));
+        command.args(["plan", "--gpt", "2,64,256"]).args(flags).env("GATHERFLOW_STORAGE", storage);
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    };
+    let json = |storage: &str| serde_json::from_str::<serde_json::Value>(&plan(&["--json"], storage)).unwrap();
+    let (views, shared) = (json("views"), json("shared"));
+    assert_eq!(views["of_storage"], shared["of_storage"], "both are told whichever is chosen");
+    for (name, plan) in [("views", &views), ("shared", &shared)] {
+        assert_eq!(
+            (plan["storage"].as_str(), &plan["total_bytes"]),
+            (Some(name), &plan["of_storage"][name]["total_bytes"])
+        );
+    }
+    let staging = shared["of_storage"]["shared"]["staging_bytes"].as_u64().unwrap();
+    let listed = shared["memory_bytes"].as_object().unwrap().iter().filter(|(name, _)| name.starts_with("staging"));
+    assert_eq!(listed.map(|(_, bytes)| bytes.as_u64().unwrap()).sum::<u64>(), staging);
+    assert_eq!(views["total_bytes"].as_u64().unwrap() + staging, shared["total_bytes"].as_u64().unwrap());
+    assert!(plan(&[], "views").contains("storage shared: ") && plan(&[], "shared").contains("storage views: "));
+}
+
+#[test]
 fn plan_reads_a_model_and_a_configuration() {
     let model = file(
         "good.toml",

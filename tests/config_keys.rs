@@ -35,7 +35,14 @@ fn values_of_the_wrong_type_name_key_value_and_what_is_expected() {
         refusal("overlap = \"windows\""),
         "configuration key `overlap` = \"windows\": expected \"none\", \"chain\" or \"window\""
     );
-    for text in ["credits = \"many\"", "max_norm = -1", "betas = [0.9]", "emulate = \"fast\"", "device = \"cuda\""] {
+    for text in [
+        "credits = \"many\"",
+        "max_norm = -1",
+        "betas = [0.9]",
+        "emulate = \"fast\"",
+        "device = \"cuda\"",
+        "storage = \"both\"",
+    ] {
         assert!(refusal(text).contains("expected"), "{text}");
     }
     assert!(refusal("overlap = ").contains("not valid TOML"));
@@ -90,8 +97,9 @@ fn every_key_has_an_environment_variable_of_its_own() {
         ("GATHERFLOW_SCALER_INTERVAL", "7"),
         ("GATHERFLOW_BETAS", "[0.5, 0.75]"),
         ("GATHERFLOW_EMULATE", "1gbit,200us"),
+        ("GATHERFLOW_STORAGE", "shared"),
     ]);
-    let text = "overlap = \"chain\"\nbetas = [0.5, 0.75]\nemulate = \"1gbit,200us\"\n\
+    let text = "overlap = \"chain\"\nstorage = \"shared\"\nbetas = [0.5, 0.75]\nemulate = \"1gbit,200us\"\n\
                 [scaler]\nkind = \"dynamic\"\ninterval = 7";
     assert_eq!(format!("{:?}", config.unwrap()), format!("{:?}", Config::from_toml(text).unwrap()));
     assert!(with(&[("GATHERFLOW_SCALER", "constant")]).unwrap().is_explicit("scaler.kind"));

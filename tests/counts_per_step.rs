@@ -19,7 +19,7 @@ fn each_step_has_as_many_reduces_and_gathers_as_buckets_and_a_skipped_one_no_gat
     let job = job(&net);
     let expected = serial(&job);
     for overlap_grad_reduce in [false, true] {
-        for setting in Setting::modes().map(|mode| Setting { overlap_grad_reduce, ..mode }) {
+        for setting in Setting::modes_and_storages().map(|mode| Setting { overlap_grad_reduce, ..mode }) {
             job.on_ranks(&expected, &setting, |mut trainer| {
                 let buckets = trainer.engine.plan().buckets().len() as u64;
                 assert!(buckets >= 6, "only {buckets} buckets would show little");
@@ -49,7 +49,7 @@ fn the_totals_of_a_run_without_flushes_are_the_same_and_so_is_the_order() {
     let job = job(&net);
     let expected = serial(&job);
     let mut digests = Vec::new();
-    for setting in Setting::modes() {
+    for setting in Setting::modes_and_storages() {
         for finished in
             job.on_ranks(&expected, &setting, |t| (t.engine.plan().buckets().len() as u64, t.train_to_the_end()))
         {

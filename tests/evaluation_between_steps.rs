@@ -33,7 +33,7 @@ fn train_evaluate_train_is_train_train() {
     let net = Net::mixed(false);
     let job = job(&net, 2);
     let expected = serial(&job);
-    for setting in Setting::modes() {
+    for setting in Setting::modes_and_storages() {
         job.on_ranks(&expected, &setting, |mut trainer| {
             evaluate(&trainer);
             for _ in 0..job.steps {
@@ -50,7 +50,7 @@ fn evaluation_in_mid_accumulation_leaves_the_gradients_alone() {
     let net = Net::mixed(false);
     let job = job(&net, 2);
     let expected = serial(&job);
-    for setting in Setting::modes() {
+    for setting in Setting::modes_and_storages() {
         job.on_ranks(&expected, &setting, |mut trainer| {
             for _ in 0..job.steps {
                 trainer.microbatches_with(evaluate);

@@ -46,7 +46,7 @@ fn from_a_scale_of_2_to_the_32_in_every_mode() {
     assert!(last < first / 2.0, "it does not learn: {first} to {last}");
 
     let mut hashes = Vec::new();
-    for setting in Setting::modes() {
+    for setting in Setting::modes_and_storages() {
         for finished in job.train(&expected, &setting) {
             assert_eq!(finished.counters.skipped_steps, skipped, "{setting:?}");
             hashes.push(finished.hash);

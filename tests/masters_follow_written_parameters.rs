@@ -5,7 +5,7 @@ mod small;
 
 use std::time::Duration;
 
-use gatherflow::{Config, Engine, ErrorKind, GroupId, Mode, Overlap, ParamId};
+use gatherflow::{Config, Engine, ErrorKind, GroupId, Mode, Overlap, ParamId, Storage};
 use gatherflow_actors::plan::Rank;
 use gatherflow_kernels::AccessMode;
 use small::{Small, bits, config, microbatch, on_ranks, solo};
@@ -39,7 +39,8 @@ fn masters_are_the_parameters(engine: &Engine) -> bool {
     engine.plan().buckets().iter().all(|bucket| {
         let memory = session.bucket_memory(bucket.id);
         let narrow = memory.dtype == gatherflow::DType::Bf16;
-        widened(memory.master, false) == widened(memory.param_shard, narrow)
+        // What the next gather sends has them too, wherever that lies.
+        [memory.param_shard, memory.send].iter().all(|shard| widened(memory.master, false) == widened(*shard, narrow))
     })
 }
 
@@ -50,9 +51,12 @@ fn train(engine: &mut Engine, small: &Small, steps: usize) {
     }
 }
 
-fn modes() -> [Config; 4] {
-    let window = || config().overlap(Overlap::Window);
-    [config().overlap(Overlap::None), config().overlap(Overlap::Chain), window(), window().steps_in_flight(4)]
+fn modes() -> impl Iterator<Item = Config> {
+    let of = |storage| {
+        let mode = move |overlap| config().overlap(overlap).storage(storage);
+        [mode(Overlap::None), mode(Overlap::Chain), mode(Overlap::Window), mode(Overlap::Window).steps_in_flight(4)]
+    };
+    [Storage::Views, Storage::Shared].into_iter().flat_map(of)
 }
 
 #[test]

@@ -17,7 +17,7 @@ fn in_every_mode(ranks: usize, steps: u64, program: &Program, after: impl Fn(&sy
     let net = Net::mixed(false);
     let job = Job::new(&net, ranks, steps, program);
     let expected = serial(&job);
-    for setting in Setting::modes().map(slow_link) {
+    for setting in Setting::modes_and_storages().map(slow_link) {
         job.on_ranks(&expected, &setting, |mut trainer| {
             for _ in 0..steps {
                 trainer.train_one();

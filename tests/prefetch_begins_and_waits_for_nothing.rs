@@ -49,7 +49,7 @@ fn prefetching_everything_everywhere_changes_no_bit() {
     let job =
         Job { overflow: |step, rank| step == 1 && rank == 0, ..Job::new(&net, 3, 5, &|_, _| vec![(0..6).collect()]) };
     let expected = serial(&job);
-    for setting in Setting::modes() {
+    for setting in Setting::modes_and_storages() {
         job.on_ranks(&expected, &setting, |mut trainer| {
             for _ in 0..job.steps {
                 for unit in net.units.iter().rev() {

@@ -18,10 +18,10 @@ use gatherflow_kernels::{AccessMode, BufRange};
 use reference::Scaler;
 use synthetic::{Job, Net, Setting, Trainer, serial, shuffled};
 
-/// Every overlap mode over a link that takes its time.
-fn slow_modes() -> [Setting; 5] {
+/// Every overlap mode in both storages over a link that takes its time.
+fn slow_modes() -> impl Iterator<Item = Setting> {
     let link = Some(Link::parse("1gbit,300us").unwrap());
-    Setting::modes().map(|mode| Setting { link, ..mode })
+    Setting::modes_and_storages().map(move |mode| Setting { link, ..mode })
 }
 
 /// Trains a job in every mode, compared with the reference; `after` runs on each rank after each step.

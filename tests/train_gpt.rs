@@ -77,7 +77,7 @@ fn the_names_in_the_json_are_a_contract() {
 }
 
 #[test]
-fn a_seed_gives_the_same_bits_again_in_every_overlap_mode() {
+fn a_seed_gives_the_same_bits_again_in_every_overlap_mode_and_storage() {
     let of = |name: &str, flags: &[&str]| {
         let result = result(name, flags);
         [&result["params_hash"], &result["loss_last"], &result["grad_norm_last"]].map(Clone::clone)
@@ -87,6 +87,10 @@ fn a_seed_gives_the_same_bits_again_in_every_overlap_mode() {
     assert_eq!(window, of("none", &["--seed", "7", "--overlap", "none"]));
     assert_eq!(window, of("chain", &["--seed", "7", "--overlap", "chain"]));
     assert_eq!(window, of("late", &["--seed", "7", "--overlap-grad-reduce", "false", "--credits", "unlimited"]));
+    let shared = ["--seed", "7", "--storage", "shared"];
+    assert_eq!(window, of("shared", &shared));
+    assert_eq!(window, of("shared chain", &[&shared[..], &["--overlap", "chain", "--accumulate", "1"]].concat()));
+    assert_eq!(result("shared name", &shared)["storage"], "shared");
     assert_ne!(window[0], of("other", &["--seed", "8"])[0]);
 }
 

@@ -32,7 +32,8 @@ pub enum Edge {
     E4,
     /// A read after the gather of its version.
     E5,
-    /// The first gradient write of the next step after this step's reduce and Adam.
+    /// The first gradient write of the next step after this step's reduce and Adam; with storage `shared` after copy-out and
+    /// zeroing.
     E6,
     /// A gather let go by a unit's entry after the executor's stream has reached that entry.
     E8,
@@ -50,6 +51,11 @@ pub enum Op {
         bucket: BucketId,
         /// What nobody wrote.
         params: Vec<ParamId>,
+    },
+    /// Zero all gradients of a bucket (storage `shared`, where a step is skipped: no gather zeroes them).
+    ZeroBucket {
+        /// Which bucket.
+        bucket: BucketId,
     },
     /// Norm partials of this rank's reduced shard.
     NormPartials {
@@ -93,7 +99,7 @@ pub enum Publication {
         bucket: BucketId,
         /// For which step.
         version: u64,
-        /// Behind Adam.
+        /// Behind Adam; with storage `shared` behind the zeroing.
         event: Event,
     },
     /// The outcome of a step is known.

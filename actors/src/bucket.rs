@@ -5,6 +5,9 @@
 //! executor (gradient complete), the optimizer (close, updated, skipped), the pre-hook (gather) and the communicator
 //! (issued). A message that the state does not allow is an error naming bucket, state and message.
 //!
+//! Gradients may be written again after Adam (storage `views`) or once they are zeroed (storage `shared`, where the gather
+//! lands in their memory): behind the gather, or behind a zeroing of its own where the step was skipped (edge E6).
+//!
 //! States are about what has been enqueued; when that is done is the business of the events it hands on.
 
 use gatherflow_kernels::Event;
@@ -12,7 +15,7 @@ use gatherflow_kernels::Event;
 use crate::action::{Action, After, Edge, Letter, Machine, Op, Publication, WrongTransition};
 use crate::communicator::CommunicatorMsg;
 use crate::optimizer::OptimizerMsg;
-use crate::plan::{BucketId, ParamId};
+use crate::plan::{BucketId, ParamId, Storage};
 use crate::prehook::PreHookMsg;
 
 /// What a bucket hears.
@@ -109,14 +112,17 @@ pub struct Bucket {
     id: BucketId,
     members: u32,
     overlap_reduce: bool,
+    storage: Storage,
     params: Params,
     grads: Grads,
     /// The step whose gradients are being collected.
     step: u64,
     /// Behind the gradient writes reported so far (edge E1).
     writes: After,
-    /// Behind the last Adam pass (edges E4, E6).
+    /// Behind the last Adam pass (edge E4).
     adam: Event,
+    /// Behind what made the gradients free (edge E6).
+    free: Event,
     /// Behind the last reads of the overwritten version (edge E4).
     readers: std::sync::Arc<[Event]>,
     /// What a reader waits for: behind the newest gather, or behind Adam where that skipped.
@@ -131,15 +137,23 @@ impl Bucket {
             id,
             members,
             overlap_reduce,
+            storage: Storage::Views,
             params: Params::Ready(0),
             grads: Grads::Empty,
             step: 0,
             writes: After::new(),
             adam: started.clone(),
+            free: started.clone(),
             readers: std::sync::Arc::from([]),
             gathered: started,
             gather_asked: false,
         }
+    }
+
+    /// The same bucket with its parameters gathered there.
+    #[must_use]
+    pub fn stored(self, storage: Storage) -> Self {
+        Self { storage, ..self }
     }
 
     /// The readiness of its parameters.
@@ -174,12 +188,26 @@ impl Bucket {
         actions.push(Action::Publish(Publication::Ready { bucket: self.id, version, event: self.gathered.clone() }));
     }
 
+    /// The gradients may be written for the step that is collected, behind this event.
+    fn set_free(&mut self, event: Event, actions: &mut Vec<Action>) {
+        self.free = event.clone();
+        let version = self.step;
+        actions.push(Action::Publish(Publication::GradientsFree { bucket: self.id, version, event }));
+    }
+
     /// `Reduced -> Empty`: the step is over for the gradients.
     fn open_next(&mut self, version: u64, adam: Event, actions: &mut Vec<Action>) {
         self.grads = Grads::Empty;
         self.step = version;
         self.adam = adam.clone();
-        actions.push(Action::Publish(Publication::GradientsFree { bucket: self.id, version, event: adam }));
+        if self.storage == Storage::Views {
+            self.set_free(adam, actions);
+        }
+    }
+
+    /// Storage `shared`: whether the gather that zeroes the gradients is still to come. Nobody can have written any then.
+    fn is_to_be_zeroed(&self) -> bool {
+        self.storage == Storage::Shared && self.params == Params::Updated(self.step)
     }
 }
 
@@ -189,7 +217,7 @@ impl Machine for Bucket {
     fn on(&mut self, message: BucketMsg, actions: &mut Vec<Action>) -> Result<(), WrongTransition> {
         match (message, self.params, self.grads) {
             (BucketMsg::GradientComplete { step, event }, _, Grads::Empty | Grads::Accumulating { .. })
-                if step == self.step =>
+                if step == self.step && !self.is_to_be_zeroed() =>
             {
                 let missing = match self.grads {
                     Grads::Accumulating { missing } => missing,
@@ -206,7 +234,7 @@ impl Machine for Bucket {
                 }
             }
             (BucketMsg::Close { step, zero, writes }, _, Grads::Empty | Grads::Accumulating { .. })
-                if step == self.step =>
+                if step == self.step && !self.is_to_be_zeroed() =>
             {
                 self.grads = Grads::Complete;
                 self.writes.extend(writes.into_iter().map(|event| (Edge::E1, event)));
@@ -215,7 +243,7 @@ impl Machine for Bucket {
                 } else {
                     actions.push(Action::Enqueue {
                         op: Op::ZeroGradients { bucket: self.id, params: zero },
-                        after: vec![(Edge::E6, self.adam.clone())],
+                        after: vec![(Edge::E6, self.free.clone())],
                     });
                 }
             }
@@ -225,6 +253,12 @@ impl Machine for Bucket {
             (BucketMsg::Zeroed { event }, _, Grads::Complete) => {
                 self.writes.push((Edge::E1, event));
                 self.ask_reduce(actions);
+            }
+            // The step was skipped, and its gradients are zeroed.
+            (BucketMsg::Zeroed { event }, Params::Ready(version), Grads::Empty)
+                if version == self.step && self.storage == Storage::Shared =>
+            {
+                self.set_free(event, actions);
             }
             (BucketMsg::ReduceIssued { step, event }, _, Grads::Complete) if step == self.step => {
                 self.grads = Grads::Reduced;
@@ -249,7 +283,11 @@ impl Machine for Bucket {
                 self.params = Params::Ready(version);
                 // Adam only looks at the flag, but it holds the shard while it does.
                 self.gathered = adam.clone();
-                self.open_next(version, adam, actions);
+                self.open_next(version, adam.clone(), actions);
+                if self.storage == Storage::Shared {
+                    let after = vec![(Edge::E6, adam)];
+                    actions.push(Action::Enqueue { op: Op::ZeroBucket { bucket: self.id }, after });
+                }
                 self.publish_ready(version, actions);
             }
             (BucketMsg::Gather { version, entry }, Params::Updated(current), _)
@@ -269,7 +307,10 @@ impl Machine for Bucket {
                 if version == current && self.gather_asked =>
             {
                 self.params = Params::Ready(version);
-                self.gathered = event;
+                self.gathered = event.clone();
+                if self.storage == Storage::Shared {
+                    self.set_free(event, actions);
+                }
                 self.publish_ready(version, actions);
                 actions.push(Action::Send(Letter::PreHook(PreHookMsg::Gathered { version, bucket: self.id })));
             }
@@ -311,6 +352,7 @@ mod tests {
             Action::Enqueue { op: Op::ZeroGradients { params, .. }, after } => {
                 format!("zero {} {}", params.len(), ids(after).join(" "))
             }
+            Action::Enqueue { op: Op::ZeroBucket { .. }, after } => format!("zero bucket {}", ids(after).join(" ")),
             Action::Publish(Publication::Ready { version, event, .. }) => format!("ready {version} {}", event.id()),
             Action::Publish(Publication::GradientsFree { version, event, .. }) => {
                 format!("free {version} {}", event.id())
@@ -359,6 +401,34 @@ mod tests {
         say(&mut b, complete(1, 20));
         say(&mut b, complete(1, 21));
         assert_eq!(say(&mut b, BucketMsg::ReduceIssued { step: 1, event: event(22) }), ["reduced 1 22 gathered 15"]);
+    }
+
+    #[test]
+    fn with_storage_shared_gradients_are_free_behind_the_gather_and_nothing_of_the_next_step_comes_before_it() {
+        let mut b = bucket(1, true).stored(Storage::Shared);
+        say(&mut b, complete(0, 10));
+        say(&mut b, BucketMsg::ReduceIssued { step: 0, event: event(11) });
+        assert!(say(&mut b, updated(1, 12)).is_empty());
+        let close = BucketMsg::Close { step: 1, zero: vec![ParamId(1)], writes: vec![] };
+        for early in [complete(1, 13), close.clone()] {
+            assert!(b.on(early, &mut Vec::new()).is_err());
+        }
+        say(&mut b, BucketMsg::Gather { version: 1, entry: None });
+        let issued = BucketMsg::GatherIssued { version: 1, event: event(14) };
+        assert_eq!(say(&mut b, issued), ["free 1 14", "ready 1 14", "gathered 1"]);
+        assert_eq!(say(&mut b, close), ["zero 1 E6:14"]);
+    }
+
+    #[test]
+    fn with_storage_shared_a_skipped_step_zeroes_the_gradients_behind_adam() {
+        let mut b = bucket(1, true).stored(Storage::Shared);
+        say(&mut b, complete(0, 10));
+        say(&mut b, BucketMsg::ReduceIssued { step: 0, event: event(11) });
+        let skipped = BucketMsg::Skipped { version: 1, adam: event(12) };
+        assert_eq!(say(&mut b, skipped), ["zero bucket E6:12", "ready 1 12"]);
+        assert_eq!(say(&mut b, BucketMsg::Zeroed { event: event(13) }), ["free 1 13"]);
+        let close = BucketMsg::Close { step: 1, zero: vec![ParamId(1)], writes: vec![] };
+        assert_eq!(say(&mut b, close), ["zero 1 E6:13"]);
     }
 
     #[test]

@@ -111,23 +111,39 @@ impl Hands {
     /// The stream on which an operation runs.
     fn stream_of(&self, op: &crate::action::Op) -> StreamId {
         match op {
-            crate::action::Op::ZeroGradients { .. } => self.streams.reduce,
+            crate::action::Op::ZeroGradients { .. } | crate::action::Op::ZeroBucket { .. } => self.streams.reduce,
             _ => self.streams.optimizer,
         }
     }
 
-    /// Issues a collective behind events; the event behind it comes back, unless the call has `more` of them.
+    /// Issues a collective behind events.
     pub(crate) fn issue(
         &self,
         comm: &mut Comm,
         key: CollectiveKey,
         after: &After,
         more: bool,
-    ) -> Result<Option<Event>, DeviceError> {
-        let on = if key.kind == CollectiveKind::Gather { self.streams.gather } else { self.streams.reduce };
+    ) -> Result<(), DeviceError> {
+        let on = self.wire(key);
         self.wait_all(on, after)?;
-        comm.issue(on, Collective { more, ..self.lowering.collective(key) })?;
-        Ok((!more).then(|| self.device.record(on)))
+        comm.issue(on, Collective { more, ..self.lowering.collective(key) })
+    }
+
+    /// Ends a call with what belongs to its collectives; the event behind all of that comes back.
+    pub(crate) fn conclude(&self, call: &[CollectiveKey]) -> Result<Event, DeviceError> {
+        let mut on = self.streams.reduce;
+        for &key in call {
+            on = self.wire(key);
+            for work in self.lowering.follow_up(key).into_iter().flatten() {
+                self.device.enqueue(on, work)?;
+            }
+        }
+        Ok(self.device.record(on))
+    }
+
+    /// The stream of a collective.
+    fn wire(&self, key: CollectiveKey) -> StreamId {
+        if key.kind == CollectiveKind::Gather { self.streams.gather } else { self.streams.reduce }
     }
 
     /// Counts an issued collective and keeps it until its end was seen.

@@ -37,12 +37,14 @@ impl Call {
         after: &After,
         more: bool,
     ) -> Result<Option<Event>, DeviceError> {
-        let event = hands.issue(comm, key, after, more)?;
+        hands.issue(comm, key, after, more)?;
         self.0.push(key);
-        if let Some(event) = &event {
-            self.0.drain(..).for_each(|key| hands.note_issued(key, event));
+        if more {
+            return Ok(None);
         }
-        Ok(event)
+        let event = hands.conclude(&self.0)?;
+        self.0.drain(..).for_each(|key| hands.note_issued(key, &event));
+        Ok(Some(event))
     }
 }
 

@@ -7,23 +7,28 @@ use std::sync::Arc;
 
 use gatherflow_kernels::norm::{NormPiece, Partial};
 use gatherflow_kernels::verdict::{RankRecord, Report, Scalars, ScalerRule, VerdictRule};
-use gatherflow_kernels::work::{Adam, AdamSegment, Fill, Fold, NormPartials, Verdict};
+use gatherflow_kernels::work::{Adam, AdamSegment, Cast, Copy, Fill, Fold, NormPartials, Verdict};
 use gatherflow_kernels::{
     BufRange, Buffer, Collective, CollectiveKey, CollectiveKind, CollectiveOp, DType, Device, DeviceError, Members,
     Work,
 };
 
 use crate::action::Op;
-use crate::plan::{BucketId, Home, ParamId, Plan, Purpose, Rank};
+use crate::plan::{BucketId, Home, ParamId, Plan, Purpose, Rank, Storage};
 use crate::sequence::WireBucket;
 
 /// The memory of one bucket on this rank.
 #[derive(Clone, Debug)]
 pub struct BucketMemory {
-    /// All its parameters.
+    /// All its parameters, as the model reads them.
     pub params: BufRange,
     /// This rank's shard of them.
     pub param_shard: BufRange,
+    /// What Adam writes and the gather sends: that shard, or a staging shard (SPEC P5). From the start it has the bytes that
+    /// this rank's shard is to have.
+    pub send: BufRange,
+    /// Where the gather lands: in the parameters themselves, or at the front of the gradients (SPEC P5).
+    pub landing: BufRange,
     /// Their element type.
     pub dtype: DType,
     /// All its gradients.
@@ -97,12 +102,21 @@ impl Lowering {
             };
             let owned = (bucket.shard_start, bucket.shard_start + bucket.shard_numel);
             let own = |purpose| range(purpose, DType::F32, owned.0, owned.1);
+            let params = range(Purpose::Params(index), home.dtype, bucket.range.start, bucket.range.end)?;
             let param_shard = range(Purpose::Params(index), home.dtype, shard.start, shard.end)?;
+            let grads = range(Purpose::Grads(index), home.grad_dtype, bucket.range.start, bucket.range.end)?;
+            let shared = plan.storage() == Storage::Shared;
             buckets.push(BucketMemory {
-                params: range(Purpose::Params(index), home.dtype, bucket.range.start, bucket.range.end)?,
+                params,
                 param_shard,
+                send: if shared && home.dtype != DType::F32 {
+                    range(Purpose::Staging(index), home.dtype, owned.0, owned.1)?
+                } else {
+                    param_shard
+                },
+                landing: if shared { BufRange { end: grads.start + params.bytes(), ..grads } } else { params },
                 dtype: home.dtype,
-                grads: range(Purpose::Grads(index), home.grad_dtype, bucket.range.start, bucket.range.end)?,
+                grads,
                 grad_dtype: home.grad_dtype,
                 reduced: if home.grad_dtype == DType::F32 {
                     range(Purpose::Grads(index), DType::F32, shard.start, shard.end)?
@@ -208,6 +222,7 @@ impl Lowering {
                     }
                 }
             }
+            Op::ZeroBucket { bucket } => push(self.zero_bucket(*bucket)),
             Op::NormPartials { bucket } => {
                 let memory = self.bucket(*bucket);
                 push(Work::NormPartials(NormPartials {
@@ -235,7 +250,7 @@ impl Lowering {
                     master: memory.master,
                     exp_avg: memory.exp_avg,
                     exp_avg_sq: memory.exp_avg_sq,
-                    param: (memory.dtype != DType::F32).then_some((memory.param_shard, memory.dtype)),
+                    param: (memory.dtype != DType::F32).then_some((memory.send, memory.dtype)),
                     scalars: self.scalars,
                     segments: memory.segments.clone(),
                     rows: rows.clone(),
@@ -253,7 +268,7 @@ impl Lowering {
             }
             CollectiveKind::Gather => {
                 let memory = self.bucket(BucketId(key.bucket));
-                CollectiveOp::AllGather { send: memory.param_shard, recv: memory.params }
+                CollectiveOp::AllGather { send: memory.send, recv: memory.landing }
             }
             _ => CollectiveOp::AllGather { send: self.own_record, recv: self.records },
         };
@@ -263,5 +278,34 @@ impl Lowering {
     /// Who runs a collective together with this rank.
     pub fn members(&self, _: &CollectiveKey) -> &Members {
         &Members::ALL
+    }
+
+    /// What belongs to a collective and follows it on its stream: a gather that landed in gradient memory is copied out to the
+    /// model, and leaves zeros (SPEC P5).
+    pub fn follow_up(&self, key: CollectiveKey) -> Option<[Work; 2]> {
+        if key.kind != CollectiveKind::Gather || self.plan.storage() == Storage::Views {
+            return None;
+        }
+        let bucket = BucketId(key.bucket);
+        let memory = self.bucket(bucket);
+        Some([Work::Copy(Copy { src: memory.landing, dst: memory.params }), self.zero_bucket(bucket)])
+    }
+
+    /// All gradients of a bucket, padding included.
+    fn zero_bucket(&self, bucket: BucketId) -> Work {
+        let memory = self.bucket(bucket);
+        Work::Fill(Fill { dst: memory.grads, dtype: memory.grad_dtype, value: 0.0 })
+    }
+
+    /// Brings a bucket's master and staging shard in line with its parameters.
+    pub fn follow_params(&self, bucket: BucketId, push: &mut dyn FnMut(Work)) {
+        let memory = self.bucket(bucket);
+        if memory.dtype != DType::F32 {
+            let (from, to) = (memory.dtype, DType::F32);
+            push(Work::Cast(Cast { src: memory.param_shard, from, dst: memory.master, to }));
+        }
+        if memory.send != memory.param_shard {
+            push(Work::Copy(Copy { src: memory.param_shard, dst: memory.send }));
+        }
     }
 }

@@ -43,7 +43,7 @@ impl Machines {
         let sequence =
             Sequence::new(issued, wire, lowering.small_bytes(), first_seq).in_calls(plan.call_ends().to_vec());
         let bucket = |b: &crate::plan::BucketPlan| {
-            Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone())
+            Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone()).stored(plan.storage())
         };
         Self {
             buckets: plan.buckets().iter().map(bucket).collect(),

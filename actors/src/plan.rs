@@ -13,7 +13,7 @@
 //! | `order` | places, gather order, what each unit needs | L9, O1, C1 |
 //! | `calls` | gathers that are issued together | C1 |
 //! | `owned` | a rank's pieces in four coordinates | L6, L7, T2a |
-//! | `memory` | allocations and their cells | |
+//! | `memory` | allocations and their cells, in each storage | P5 |
 //! | `summary` | what ranks compare at start-up | O2 |
 //! | `describe` | what `gatherflow plan` prints | K1 |
 //!
@@ -42,7 +42,7 @@ use gatherflow_kernels::DType;
 
 pub use error::PlanError;
 pub use ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, Rank, UnitId, Version};
-pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, ShardGroup, UnitSpec};
+pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, ShardGroup, Storage, UnitSpec};
 pub use layout::{BucketPlan, BufferPlan, FrozenPlan, Home, PARAM_ALIGN};
 pub use memory::{Allocation, Memory, Purpose};
 pub use order::UnitPlan;
@@ -93,6 +93,7 @@ pub struct Plan {
     groups: usize,
     bucketing: Bucketing,
     alignment: Alignment,
+    storage: Storage,
     bucket_size: usize,
     chunk_starts: Vec<usize>,
     params: Vec<ParamPlan>,
@@ -148,6 +149,7 @@ impl Plan {
             groups: input.groups,
             bucketing: input.bucketing,
             alignment: input.alignment,
+            storage: input.storage,
             bucket_size: layout.bucket_size,
             chunk_starts: chunk_starts.collect(),
             params,
@@ -169,6 +171,11 @@ impl Plan {
     /// Number of optimizer groups.
     pub fn groups(&self) -> usize {
         self.groups
+    }
+
+    /// Where gathered parameters land.
+    pub fn storage(&self) -> Storage {
+        self.storage
     }
 
     /// Number of model chunks.

@@ -4,10 +4,14 @@
 #[path = "scenario/mod.rs"]
 mod scenario;
 
+use gatherflow_actors::plan::Storage;
 use gatherflow_actors::{Edge, FirstGather, Overlap};
+use gatherflow_kernels::DType;
 use gatherflow_kernels::check::{CheckOptions, RunAhead, Summary, Violations, check_logs};
 use proptest::prelude::*;
 use scenario::{Scenario, Shape};
+
+const STORAGES: [Storage; 2] = [Storage::Views, Storage::Shared];
 
 fn check(scenario: &Scenario) -> Result<Summary, Violations> {
     let run = scenario.run_on_null();
@@ -21,8 +25,9 @@ fn check(scenario: &Scenario) -> Result<Summary, Violations> {
 }
 
 #[test]
-fn a_plain_run_is_clean_in_every_mode() {
-    for overlap in [Overlap::None, Overlap::Chain, Overlap::Window] {
+fn a_plain_run_is_clean_in_every_mode_and_storage() {
+    let modes = [Overlap::None, Overlap::Chain, Overlap::Window];
+    for (overlap, storage) in modes.into_iter().flat_map(|mode| STORAGES.map(|storage| (mode, storage))) {
         for (overlap_grad_reduce, first_gather) in [
             (false, FirstGather::Step),
             (true, FirstGather::Step),
@@ -30,7 +35,8 @@ fn a_plain_run_is_clean_in_every_mode() {
             (true, FirstGather::Forward),
         ] {
             let scenario = Scenario { overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
-            let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}: {v}"));
+            let scenario = scenario.stored(storage);
+            let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}, {storage}: {v}"));
             let buckets = scenario.plan().buckets().len();
             assert!(buckets > 3);
             let updated = scenario.steps as usize - scenario.skipped.len();
@@ -43,12 +49,22 @@ fn a_plain_run_is_clean_in_every_mode() {
 
 #[test]
 fn leaving_out_the_waits_of_any_edge_is_found() {
-    for edge in [Edge::E1, Edge::E2, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
-        let scenario = Scenario { dropped_edge: Some(edge), ..Scenario::thorough() };
-        let violations = check(&scenario).expect_err(&format!("{edge:?} is missing and nothing was found"));
-        assert!(violations.summary.races > 0, "{edge:?} must show as an unordered access: {violations}");
+    let thorough = |storage| {
+        let mut scenario = Scenario::thorough().stored(storage);
+        if storage == Storage::Shared {
+            // Adam writes staging shards, which nobody reads, and f32 parameters where the model reads them.
+            scenario.shape.dtype[0] = DType::F32;
+        }
+        scenario
+    };
+    for storage in STORAGES {
+        for edge in [Edge::E1, Edge::E2, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
+            let scenario = Scenario { dropped_edge: Some(edge), ..thorough(storage) };
+            let violations = check(&scenario).expect_err(&format!("{edge:?} is missing and nothing was found"));
+            assert!(violations.summary.races > 0, "{edge:?} must show as an unordered access: {violations}");
+        }
+        check(&thorough(storage)).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
     }
-    check(&Scenario::thorough()).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
 }
 
 #[test]
@@ -72,6 +88,26 @@ fn one_step_makes_no_pass_over_a_full_buffer_beyond_the_collectives() {
         // Zeroing of what nobody wrote is per parameter; everything else is per shard.
         let passes = gatherflow_kernels::check::full_buffer_passes(&entries, |buffer| run.shard_bytes(buffer));
         assert!(passes.is_empty(), "{passes:?}");
+    }
+}
+
+#[test]
+fn with_storage_shared_one_gather_costs_one_copy_out_and_one_zeroing_and_nothing_else_passes_over_a_bucket() {
+    let scenario = Scenario { skipped: vec![1], ..Scenario::plain() }.stored(Storage::Shared);
+    let run = scenario.run_on_null();
+    let numel: usize = run.plan.buffers().iter().map(|b| b.numel).sum();
+    let updated = (scenario.steps - 1) as usize;
+    for log in &run.logs {
+        let entries = log.entries.lock();
+        let passes = gatherflow_kernels::check::full_buffer_passes(&entries, |buffer| run.shard_bytes(buffer));
+        assert!(passes.iter().all(|pass| ["copy", "fill"].contains(&pass.work)), "{passes:?}");
+        let bytes = gatherflow_kernels::check::bytes_by_work(&entries);
+        let of =
+            |work: &str| bytes.iter().filter(|((_, name), _)| *name == work).map(|(_, bytes)| bytes).sum::<usize>();
+        // bf16 parameters, read and written once each, and copied to the staging shards at the start; f32 gradients, zeroed
+        // after every step, skipped or not.
+        let staged = 2 * numel * 2 / scenario.shape.ranks;
+        assert_eq!((of("copy"), of("fill")), (updated * 2 * numel * 2 + staged, (updated + 1) * numel * 4));
     }
 }
 

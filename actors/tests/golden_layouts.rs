@@ -4,7 +4,7 @@
 
 use gatherflow_actors::plan::{
     Alignment, BucketId, Bucketing, BufferIndex, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Range, Rank,
-    UnitSpec,
+    Storage, UnitSpec,
 };
 use gatherflow_kernels::DType;
 use serde_json::Value;
@@ -51,6 +51,7 @@ fn plan(case: &Value) -> Plan {
             .as_u64()
             .map_or(Bucketing::Whole, |n| Bucketing::Size(usize::try_from(n).unwrap())),
         alignment: Alignment::Standard,
+        storage: Storage::Views,
         model_parallel_rank: 0,
     };
     Plan::new(&input).unwrap()

@@ -15,6 +15,7 @@ mod search;
 use std::time::{Duration, Instant};
 
 use gatherflow_actors::Overlap;
+use gatherflow_actors::plan::Storage;
 use scenario::Draw;
 use search::executor::Op;
 use search::explore::explore;
@@ -49,6 +50,7 @@ fn setup(mode: Mode, scripts: [Vec<Op>; 2]) -> Setup {
         members: vec![1, 2, 1],
         units: vec![vec![0], vec![1], vec![2]],
         modes: vec![mode; 2],
+        storage: Storage::Views,
         overlap_grad_reduce: true,
         steps_in_flight: 2,
         steps: 2,
@@ -145,12 +147,35 @@ fn no_order_breaks_a_rule_where_ranks_have_different_modes() {
 #[ignore = "takes minutes: every program in every mode and variant"]
 fn no_order_of_any_program_breaks_a_rule_in_any_mode() {
     for mode in [NONE, CHAIN, ONE_CREDIT, TWO_CREDITS] {
-        for (name, program) in [("sparse", sparse(mode)), ("evaluating", evaluating(mode)), ("blind", blind(mode))] {
-            for setup in [program.clone(), late(program.clone()), threaded(program.clone()), one_in_flight(program)] {
+        let eager = ("eager", eager(mode));
+        for (name, program) in
+            [("sparse", sparse(mode)), ("evaluating", evaluating(mode)), ("blind", blind(mode)), eager]
+        {
+            let variants = [late, threaded, one_in_flight, shared].map(|variant| variant(program.clone()));
+            for setup in std::iter::once(program).chain(variants) {
                 search_all(name, &setup, &[FIRST, SECOND]);
             }
         }
     }
+}
+
+/// Gradients written without having read, then a step of which one bucket is not written: with storage `shared` both have to
+/// ask for the gather before.
+fn eager(mode: Mode) -> Setup {
+    let script = |last: &[usize]| [train(&[], &[2, 1, 0]), train(&[], last)].concat();
+    Setup { members: vec![1; 3], skipped: Vec::new(), ..setup(mode, [script(&[0]), script(&[2])]) }
+}
+
+fn shared(setup: Setup) -> Setup {
+    Setup { storage: Storage::Shared, ..setup }
+}
+
+#[test]
+fn no_order_breaks_a_rule_where_gathers_land_in_gradient_memory() {
+    search_all("shared, eager", &shared(eager(NONE)), &[FIRST, SECOND]);
+    search_all("shared, eager", &shared(eager(ONE_CREDIT)), &[FIRST]);
+    search_all("shared, late", &late(shared(sparse(NONE))), &[FIRST]);
+    search_all("shared, blind", &shared(blind(NONE)), &[FIRST]);
 }
 
 fn late(setup: Setup) -> Setup {
@@ -193,9 +218,10 @@ fn other_planted_faults_are_found_each_by_the_rule_that_it_breaks() {
     let stale = planted(Fault::ReadyBeforeItsGather, 0, sparse(ONE_CREDIT));
     assert!(matches!(stale, Violation::StaleRead(_)), "{stale:?}");
     // Only a program that writes without having read comes so early.
-    let eager = || [train(&[], &[2, 1, 1, 0]), train(&[], &[0])].concat();
-    let early = planted(Fault::FreeBeforeAdam, 0, setup(ONE_CREDIT, [eager(), eager()]));
+    let early = planted(Fault::FreeBeforeAdam, 0, eager(ONE_CREDIT));
     assert!(matches!(early, Violation::EarlyWrite(_)), "{early:?}");
+    let unzeroed = planted(Fault::FreeBeforeItsGather, 0, shared(eager(ONE_CREDIT)));
+    assert!(matches!(unzeroed, Violation::EarlyWrite(_)), "{unzeroed:?}");
     let order = planted(Fault::GathersSwapped, 1, sparse(NONE));
     assert!(matches!(order, Violation::OrderDiffers(_)), "{order:?}");
     let twice = planted(Fault::ReducedTwice, 0, sparse(CHAIN));
@@ -261,6 +287,7 @@ fn draw(seed: u64) -> Setup {
         skipped: (0..steps).filter(|_| draw.chance(25)).collect(),
         issue_on_thread: draw.chance(50),
         compare_every: draw.below(3) as u64,
+        storage: [Storage::Views, Storage::Shared][draw.below(2)],
         scripts,
         fault: None,
     }
@@ -302,7 +329,8 @@ fn random_orders_find_planted_faults_too() {
     ] {
         let planted = |seed: &u64| {
             let on = usize::from(fault != Fault::AnnouncementLost);
-            wander(Setup { fault: Some((fault, on)), ..draw(*seed) }, *seed).is_err()
+            // With storage `shared` whoever writes has demanded what a lost drain would have let go.
+            wander(Setup { fault: Some((fault, on)), storage: Storage::Views, ..draw(*seed) }, *seed).is_err()
         };
         let found = (0..500).find(planted);
         println!("{fault:?}: first found by seed {found:?}");

@@ -18,6 +18,7 @@ use drills::{
     run, scenario,
 };
 use gatherflow_actors::drill::Fault;
+use gatherflow_actors::plan::Storage;
 use gatherflow_actors::{ActorName, Driver, LrRow, Overlap, Ranks, Session, StepRequest};
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::{Cause, FailureKind, OpenOptions, Work};
@@ -190,6 +191,8 @@ fn soak(seed: u64) {
     scenario.issue_on_thread = draw.chance(40);
     scenario.forward_seed = draw.chance(50).then(|| draw.next());
     scenario.unused = [0, 0, 30][draw.below(3)];
+    scenario.shape.storage = [Storage::Views, Storage::Shared][draw.below(2)];
+    scenario.blind = [0, 0, 30][draw.below(3)];
     let mut parts = vec![Part::default(); ranks];
     let mut text = Vec::new();
     // One fault, or two at once.
@@ -219,7 +222,7 @@ fn soak(seed: u64) {
         text.push(format!("{fault:?} of the {actor} of rank {rank} at its message {nth}"));
         part.drill = Some(at_message(actor, nth, fault, &part.at_step).0);
     }
-    let label = format!("seed {seed}: {ranks} ranks, {overlap:?}, {}", text.join(" and "));
+    let label = format!("seed {seed}: {ranks} ranks, {overlap:?}, {}, {}", scenario.shape.storage, text.join(" and "));
     let vanishing = text.iter().any(|what| what.contains("Vanish"));
     let ends = run(&label, &scenario, "cpu", parts);
     // Those that failed say the same; who has vanished has only its own word.

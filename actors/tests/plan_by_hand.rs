@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Purpose, Range, Rank, UnitId,
-    UnitSpec,
+    Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Purpose, Range, Rank,
+    Storage, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
 
@@ -22,6 +22,7 @@ fn input(ranks: usize, params: Vec<ParamSpec>, chunks: &[&[&[u32]]]) -> PlanInpu
         groups: 2,
         bucketing: Bucketing::Whole,
         alignment: Alignment::Standard,
+        storage: Storage::Views,
         model_parallel_rank: 0,
     }
 }
@@ -271,6 +272,12 @@ fn memory_of_a_mixed_model_is_what_the_formats_need() {
         ("rank records", &[64, 128]),
     ];
     assert_eq!(list.len(), expected.len() + 1);
+    // Beside masters, storage `shared` has staging shards of 16-bit parameters, 64 elements each; the rest stays.
+    let mut shared = plan.memory_with(Storage::Shared).unwrap();
+    let staging = shared.allocations.extract_if(.., |a| matches!(a.purpose, Purpose::Staging(_)));
+    let staging: Vec<_> = staging.map(|a| (a.purpose.to_string(), a.cells)).collect();
+    assert_eq!(staging, [("staging of buffer 0".into(), vec![128, 256]), ("staging of buffer 2".into(), vec![128])]);
+    assert_eq!(shared, plan.memory());
     for ((name, cells), (expected_name, expected_cells)) in list.iter().zip(expected) {
         assert_eq!((name.as_str(), cells.as_slice()), (expected_name, expected_cells));
     }
@@ -329,6 +336,25 @@ memory per rank (storage views)
   rank records                128
   scalars                      64
   total                   854 304  854.30 kB
+storage shared: 925 344 bytes, of these 71 040 staging
 ";
     assert_eq!(Plan::new(&input).unwrap().describe(), expected);
+    input.storage = Storage::Shared;
+    let tail = "\
+  masters of buffer 0     142 080  142.08 kB
+  staging of buffer 0      71 040   71.04 kB
+  exp_avg of buffer 0     142 080  142.08 kB
+  exp_avg_sq of buffer 0  142 080  142.08 kB
+  parameters of buffer 1      512
+  gradients of buffer 1       512
+  exp_avg of buffer 1         256
+  exp_avg_sq of buffer 1      256
+  norm partials                96
+  rank records                128
+  scalars                      64
+  total                   925 344  925.34 kB
+storage views: 854 304 bytes
+";
+    let shared = Plan::new(&input).unwrap().describe();
+    assert!(shared.ends_with(tail) && shared.contains("memory per rank (storage shared)"), "{shared}");
 }

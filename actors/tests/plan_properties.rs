@@ -4,7 +4,7 @@
 
 use gatherflow_actors::plan::{
     Alignment, BucketId, Bucketing, ChunkSpec, Home, PARAM_ALIGN, ParamId, ParamSpec, Plan, PlanInput, Purpose, Rank,
-    UnitId, UnitSpec,
+    Storage, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
 use proptest::prelude::*;
@@ -63,7 +63,16 @@ fn model() -> impl Strategy<Value = PlanInput> {
                 param
             });
             let params = params.collect();
-            PlanInput { ranks, chunks, params, groups: 3, bucketing, alignment, model_parallel_rank }
+            PlanInput {
+                ranks,
+                chunks,
+                params,
+                groups: 3,
+                bucketing,
+                alignment,
+                storage: Storage::Views,
+                model_parallel_rank,
+            }
         },
     )
 }
@@ -298,6 +307,14 @@ proptest! {
         for allocation in &memory.allocations {
             prop_assert!(allocation.cells.is_sorted_by(|a, b| a < b), "{}", allocation.purpose);
             prop_assert_eq!(allocation.cells.last().copied().unwrap_or(0), allocation.bytes);
+        }
+        // Storage `shared` takes staging on top: as much as a rank owns, whatever the number of buckets.
+        if let Some(shared) = plan.memory_with(Storage::Shared) {
+            let halves = plan.buffers().iter().filter(|b| b.dtype != DType::F32);
+            let staging: usize = halves.map(|b| b.owned_numel * b.dtype.bytes()).sum();
+            prop_assert_eq!((shared.staging_bytes(), shared.total_bytes()), (staging, memory.total_bytes() + staging));
+        } else {
+            prop_assert!(plan.buffers().iter().any(|b| b.dtype.bytes() > b.grad_dtype.bytes()));
         }
         let cells = |purpose| memory.get(purpose).map(|a| a.cells.clone()).unwrap_or_default();
         let mut expected = 32 * plan.buckets().len() + 64 * plan.ranks() + 64;

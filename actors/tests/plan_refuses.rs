@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Rank, ShardGroup, UnitSpec,
+    Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Rank, ShardGroup, Storage, UnitSpec,
 };
 use gatherflow_kernels::DType;
 
@@ -17,6 +17,7 @@ fn input() -> PlanInput {
         groups: 1,
         bucketing: Bucketing::Default,
         alignment: gatherflow_actors::plan::Alignment::Standard,
+        storage: Storage::Views,
         model_parallel_rank: 0,
     }
 }
@@ -46,6 +47,28 @@ fn a_model_without_units_is_refused() {
     assert_eq!(refused(&["no units"], |i| i.chunks[0].units.clear()), PlanError::NoUnits);
     let error = refused(&["chunk 1 has no units"], |i| i.chunks.push(ChunkSpec::default()));
     assert_eq!(error, PlanError::EmptyChunk { chunk: 1 });
+}
+
+#[test]
+fn a_parameter_that_does_not_fit_into_its_gradients_memory_is_refused_with_storage_shared_only() {
+    let narrow = |i: &mut PlanInput| (i.params[1].dtype, i.params[1].grad_dtype) = (DType::F32, DType::Bf16);
+    let words = ["`b`", "f32", "bf16 gradients", "storage `shared`", "give it f32 gradients", "storage `views`"];
+    let error = refused(&words, |i| {
+        narrow(i);
+        i.storage = Storage::Shared;
+    });
+    assert_eq!(error, PlanError::DoesNotFit { name: "b".into(), dtype: DType::F32, grad_dtype: DType::Bf16 });
+    let mut views = input();
+    narrow(&mut views);
+    let plan = Plan::new(&views).unwrap();
+    assert!(plan.memory_with(Storage::Shared).is_none() && plan.memory_with(Storage::Views).is_some());
+    assert!(plan.describe().contains("storage shared: not with gradients smaller than their parameters"));
+    // Of equal size it fits, and a frozen parameter has no gradient to fit into.
+    let mut shared = PlanInput { storage: Storage::Shared, ..input() };
+    shared.params[0].grad_dtype = DType::Bf16;
+    narrow(&mut shared);
+    shared.params[1].trainable = false;
+    assert!(Plan::new(&shared).is_ok());
 }
 
 #[test]

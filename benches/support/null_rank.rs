@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
+use gatherflow_actors::plan::{
+    Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Storage, UnitId, UnitSpec,
+};
 use gatherflow_actors::{
     Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, StartParams,
     StepRequest,
@@ -77,6 +79,7 @@ fn plan(buckets: u32) -> Plan {
         groups: 1,
         bucketing: Bucketing::Size(1),
         alignment: Alignment::default(),
+        storage: Storage::Views,
         model_parallel_rank: 0,
     };
     let plan = Plan::new(&input).expect("a legal model");

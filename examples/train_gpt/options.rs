@@ -53,6 +53,9 @@ pub(crate) struct Options {
     /// Reduce gradients during backward [default: true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
     overlap_grad_reduce: Option<String>,
+    /// Where gathered parameters land: views or shared [default: views]
+    #[arg(long, value_name = "STORAGE")]
+    storage: Option<String>,
     /// Emulate a link of this bandwidth and latency
     #[arg(long, value_name = "1gbit,200us")]
     emulate: Option<String>,
@@ -100,6 +103,7 @@ impl Options {
             ("bucket_size", &self.bucket_size),
             ("num_buckets", &self.num_buckets),
             ("overlap_grad_reduce", &self.overlap_grad_reduce),
+            ("storage", &self.storage),
             ("emulate", &self.emulate),
         ];
         let flags = flags.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?)));

@@ -5,7 +5,7 @@ use std::io::{ErrorKind as IoErrorKind, IsTerminal, Write};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Error, ErrorKind, Model, Overlap, Rank, Ranks};
+use gatherflow::{Config, Error, ErrorKind, Model, Overlap, Plan, Rank, Ranks};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
@@ -81,7 +81,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     };
     let result = together(&job, ranks)?;
     if let Some(path) = &options.json {
-        let object = format!("{:#}\n", result.json(options, &job, plan.buckets().len()));
+        let object = format!("{:#}\n", result.json(options, &job, &plan));
         std::fs::write(path, object).map_err(|e| Failure::Broken(format!("cannot write {}: {e}", path.display())))?;
     }
     match std::io::stdout().lock().write_all(result.text().as_bytes()) {
@@ -210,7 +210,7 @@ impl Outcome {
         )
     }
 
-    fn json(&self, options: &Options, job: &Job, buckets: usize) -> serde_json::Value {
+    fn json(&self, options: &Options, job: &Job, plan: &Plan) -> serde_json::Value {
         let Finished { report, counters, last, params_hash } = &self.ranks[0];
         json!({
             "ranks": self.ranks.len(),
@@ -220,9 +220,9 @@ impl Outcome {
                 Overlap::Chain => "chain",
                 Overlap::Window => "window",
             },
-            "storage": "views",
+            "storage": plan.storage().name(),
             "dtype": options.dtype.name(),
-            "buckets": buckets,
+            "buckets": plan.buckets().len(),
             "loss_first": self.first_loss(),
             "loss_last": tail_mean(&self.losses),
             "grad_norm_last": last.grad_norm,

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
-use gatherflow::{Config, Model, ParamId, Plan};
+use gatherflow::{Config, Model, ParamId, Plan, Storage};
 
 /// Data-parallel training with its communication hidden behind compute.
 #[derive(Parser)]
@@ -171,6 +171,12 @@ fn json(plan: &Plan) -> serde_json::Value {
         })
     });
     let memory = plan.memory();
+    let of_storage = [Storage::Views, Storage::Shared].map(|storage| {
+        let memory = plan.memory_with(storage);
+        let bytes =
+            memory.map(|m| serde_json::json!({ "total_bytes": m.total_bytes(), "staging_bytes": m.staging_bytes() }));
+        (storage.name().to_owned(), bytes.into())
+    });
     let allocations = memory.allocations.iter().map(|a| (a.purpose.to_string(), a.bytes.into()));
     serde_json::json!({
         "ranks": plan.ranks(),
@@ -180,5 +186,7 @@ fn json(plan: &Plan) -> serde_json::Value {
         "gather_order": plan.gather_order().iter().map(|b| b.0).collect::<Vec<_>>(),
         "memory_bytes": allocations.collect::<serde_json::Map<_, _>>(),
         "total_bytes": memory.total_bytes(),
+        "storage": plan.storage().name(),
+        "of_storage": serde_json::Map::from_iter(of_storage),
     })
 }

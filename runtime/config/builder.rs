@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::{Config, Credits, Layout, ScalerKind, Unused};
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams, Storage};
 
 macro_rules! setters {
     ($($(#[$doc:meta])* $key:literal: $name:ident($($arg:ident: $ty:ty),+) $set:expr;)+) => {
@@ -50,6 +50,8 @@ setters! {
     "layout": layout(layout: Layout) |c, v| c.layout = v;
     /// `bandwidth_alignment`: bucket ends at multiples of 65 536 elements (default false).
     "bandwidth_alignment": bandwidth_alignment(on: bool) |c, v| c.bandwidth_alignment = v;
+    /// `storage`: where gathered parameters land (default views): in the model's own memory, or in that of the gradients.
+    "storage": storage(storage: Storage) |c, v| c.storage = v;
     /// `lr`: learning rate of groups that do not set their own (default 1e-3).
     "lr": lr(lr: f64) |c, v| c.lr = v;
     /// `betas` of groups that do not set their own (default 0.9, 0.999).

@@ -8,7 +8,7 @@ use std::time::Duration;
 use toml::Value;
 
 use super::{Config, Credits, Layout, ScalerKind, Unused};
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams, Storage};
 
 /// One configuration key.
 #[derive(Clone, Copy, Debug)]
@@ -169,6 +169,22 @@ pub const KEYS: &[Key] = &[
         default: "false",
         help: "align bucket ends to 65 536 elements, as NCCL likes it; layout standard only",
         set: |c, v| put(&mut c.bandwidth_alignment, v.as_bool()),
+    },
+    Key {
+        name: "storage",
+        values: "\"views\" or \"shared\"",
+        default: "\"views\"",
+        help: "where gathers land: in the model's parameters, or in the memory of their gradients, from where they are copied out \
+               while the gradients are zeroed; same bits. `plan` prints the memory of both: views takes less. Choose shared \
+               where no gather may write to what the model reads; not with gradients smaller than their parameters",
+        set: |c, v| {
+            c.storage = match v.as_str()? {
+                "views" => Storage::Views,
+                "shared" => Storage::Shared,
+                _ => return None,
+            };
+            Some(())
+        },
     },
     Key {
         name: "lr",

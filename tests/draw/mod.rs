@@ -5,7 +5,7 @@
 //! To vary one more thing, add a field and a strategy for it in [`draws`], or in `setting` if it must not change a bit.
 #![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used)]
 
-use gatherflow::{Credits, DType, FirstGather, Group, GroupId, Link, Overlap, ParamOptions};
+use gatherflow::{Credits, DType, FirstGather, Group, GroupId, Layout, Link, Overlap, ParamOptions, Storage};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 
@@ -16,6 +16,7 @@ use crate::synthetic::{Job, Net, Setting, Trainer, random_bits, serial, shuffled
 pub struct Draw {
     pub ranks: usize,
     pub bucket_size: usize,
+    pub layout: Layout,
     /// Of parameters that take the default and can have it.
     pub grad_dtype: DType,
     pub adam_w: bool,
@@ -147,6 +148,13 @@ impl Draw {
         self.scaler.or_else(|| half.then(|| Scaler::new(64.0, 2, 1)))
     }
 
+    /// Storage `shared` where every parameter fits into the memory of its gradient.
+    fn setting(&self, net: &Net, grad_dtype: DType) -> Setting {
+        let mut trainable = net.params().iter().filter(|p| p.options.trainable);
+        let fits = trainable.all(|p| p.dtype.bytes() <= p.options.grad_dtype.unwrap_or(grad_dtype).bytes());
+        Setting { storage: if fits { self.setting.storage } else { Storage::Views }, ..self.setting }
+    }
+
     fn program(&self, step: u64, rank: usize, units: usize) -> Vec<Vec<usize>> {
         let draw = &self.steps[step as usize];
         let count = if draw.uneven { (draw.microbatches + rank) % 4 } else { draw.microbatches };
@@ -181,10 +189,11 @@ impl Draw {
             adam_w: self.adam_w,
             grad_dtype,
             bucket_size: self.bucket_size,
+            layout: self.layout,
             ..Job::new(&net, self.ranks, steps.end, &program)
         };
         let expected = serial(&job);
-        let finished = job.on_ranks(&expected, &self.setting, |mut trainer| {
+        let finished = job.on_ranks(&expected, &self.setting(&net, grad_dtype), |mut trainer| {
             for step in &self.steps {
                 self.one_step(step, &mut trainer);
             }
@@ -216,16 +225,19 @@ const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 /// Any job.
 pub fn draws() -> impl Strategy<Value = Draw> {
-    let layout = (1_usize..=8, select(vec![1_usize, 64, 128, 500, 1 << 20]), select(DTYPES.to_vec()), any::<bool>());
+    let sizes = select(vec![1_usize, 64, 128, 500, 1 << 20]);
+    let layout = prop_oneof![2 => Just(Layout::Standard), 1 => Just(Layout::Reference)];
+    let layout = (1_usize..=8, sizes, layout, select(DTYPES.to_vec()), any::<bool>());
     let scale = (0_i32..24, 1_u32..4, 1_i32..3)
         .prop_map(|(scale, interval, hysteresis)| Scaler::new(2.0_f32.powi(scale), interval, hysteresis));
     let groups = prop::collection::vec(group(), 0..3);
     let units = prop::collection::vec(unit(), 1..5);
     let steps = prop::collection::vec(step(), 1..5);
     (layout, prop::option::of(scale), groups, units, steps, setting()).prop_map(
-        |((ranks, bucket_size, grad_dtype, adam_w), scaler, groups, units, steps, setting)| Draw {
+        |((ranks, bucket_size, layout, grad_dtype, adam_w), scaler, groups, units, steps, setting)| Draw {
             ranks,
             bucket_size,
+            layout,
             grad_dtype,
             adam_w,
             scaler,
@@ -308,14 +320,18 @@ fn setting() -> impl Strategy<Value = Setting> {
     let credits = prop_oneof![(1_u32..5).prop_map(Credits::Buckets), Just(Credits::Unlimited)];
     let credits_bytes = prop::option::of(1_u64..4000);
     let first_gather = select(vec![FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward]);
-    let gathers = (overlap, credits, credits_bytes, first_gather);
+    let calls = prop_oneof![2 => Just(0), 1 => 1_usize..4000];
+    let storage = select(vec![Storage::Views, Storage::Shared]);
+    let gathers = (overlap, storage, credits, credits_bytes, first_gather, calls);
     let (overlap_grad_reduce, issue_on_thread, two_writers) = (any::<bool>(), any::<bool>(), any::<bool>());
     let slow = Link::parse("1gbit,300us").unwrap();
     let link = prop_oneof![4 => Just(None), 1 => Just(Some(slow))];
     (gathers, overlap_grad_reduce, issue_on_thread, two_writers, 1_u32..4, link).prop_map(
         |(gathers, overlap_grad_reduce, issue_on_thread, two_writers, steps_in_flight, link)| {
-            let (overlap, credits, credits_bytes, first_gather) = gathers;
+            let (overlap, storage, credits, credits_bytes, first_gather, gather_group_bytes) = gathers;
             Setting {
+                storage,
+                gather_group_bytes,
                 credits,
                 credits_bytes: credits_bytes.filter(|_| overlap == Overlap::Window),
                 first_gather,

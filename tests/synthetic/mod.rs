@@ -22,7 +22,7 @@ mod trainer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Credits, DType, FirstGather, Internals, Link, Overlap, ScalerKind};
+use gatherflow::{Config, Credits, DType, FirstGather, Internals, Layout, Link, Overlap, ScalerKind, Storage};
 
 pub use net::Net;
 pub use pipeline::Beside;
@@ -48,6 +48,7 @@ pub struct Job<'a> {
     pub may_stand_still: bool,
     pub scaler: Option<Scaler>,
     pub adam_w: bool,
+    pub layout: Layout,
     /// Of the parameters that have none of their own.
     pub grad_dtype: DType,
     pub bucket_size: usize,
@@ -59,12 +60,15 @@ pub struct Job<'a> {
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
     pub overlap: Overlap,
+    pub storage: Storage,
     /// Read in mode window only.
     pub credits: Credits,
     /// Read in mode window only.
     pub credits_bytes: Option<u64>,
     /// Not read in mode none.
     pub first_gather: FirstGather,
+    /// 0: every bucket by itself.
+    pub gather_group_bytes: usize,
     pub overlap_grad_reduce: bool,
     pub issue_on_thread: bool,
     pub steps_in_flight: u32,
@@ -79,9 +83,11 @@ impl Setting {
     pub fn of(overlap: Overlap) -> Self {
         Self {
             overlap,
+            storage: Storage::Views,
             credits: Credits::Buckets(3),
             credits_bytes: None,
             first_gather: FirstGather::Step,
+            gather_group_bytes: 0,
             overlap_grad_reduce: true,
             issue_on_thread: false,
             steps_in_flight: 2,
@@ -105,6 +111,12 @@ impl Setting {
             Self::window(Credits::Unlimited),
         ]
     }
+
+    /// Each of [`Setting::modes`] in each storage.
+    pub fn modes_and_storages() -> impl Iterator<Item = Self> {
+        let stored = |mode| [Storage::Views, Storage::Shared].map(|storage| Self { storage, ..mode });
+        Self::modes().into_iter().flat_map(stored)
+    }
 }
 
 impl<'a> Job<'a> {
@@ -125,6 +137,7 @@ impl<'a> Job<'a> {
             may_stand_still: false,
             scaler: None,
             adam_w: true,
+            layout: Layout::Standard,
             grad_dtype: DType::F32,
             bucket_size: 128,
             lr: 0.02,
@@ -142,13 +155,19 @@ impl<'a> Job<'a> {
             .deadlines(Duration::from_secs(20))
             .check_order_every(1)
             .bucket_size(self.bucket_size)
+            .layout(self.layout)
             .lr(self.lr)
             .max_norm(Self::MAX_NORM)
             .adam_w(self.adam_w)
             .overlap(setting.overlap)
+            .storage(setting.storage)
             .overlap_grad_reduce(setting.overlap_grad_reduce)
             .steps_in_flight(setting.steps_in_flight);
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
+        let config = match setting.gather_group_bytes {
+            0 => config,
+            bytes => config.gather_group_bytes(bytes),
+        };
         let config = match self.grad_dtype {
             DType::F32 => config,
             dtype => config.grad_dtype(dtype),

@@ -6,7 +6,7 @@ use gatherflow_kernels::DType;
 
 use super::error::PlanError;
 use super::ids::ParamId;
-use super::input::{Bucketing, ParamSpec, PlanInput, ShardGroup};
+use super::input::{Bucketing, ParamSpec, PlanInput, ShardGroup, Storage};
 use super::layout;
 
 /// More ranks than any job has; keeps every alignment far from overflow.
@@ -15,9 +15,9 @@ const MOST_RANKS: usize = 1 << 20;
 /// Parameters and units are numbered in 32 bits, with room for "none".
 const MOST_IDS: usize = (u32::MAX - 1) as usize;
 
-/// Bytes that one padded element may take over all allocations of a rank: parameter, gradient, reduced shard, master
-/// and two moments, each at most 4.
-const BYTES_PER_ELEMENT: u128 = 24;
+/// Bytes that one padded element may take over all allocations of a rank: parameter, gradient, reduced shard, master,
+/// staging and two moments, each at most 4.
+const BYTES_PER_ELEMENT: u128 = 28;
 
 pub(super) fn check(input: &PlanInput) -> Result<(), PlanError> {
     counts(input)?;
@@ -83,9 +83,20 @@ fn parameter(param: &ParamSpec, input: &PlanInput) -> Result<(), PlanError> {
     match (param.dtype, param.grad_dtype) {
         (DType::F32, DType::F32 | DType::Bf16 | DType::F16)
         | (DType::Bf16, DType::F32 | DType::Bf16)
-        | (DType::F16, DType::F32 | DType::F16) => Ok(()),
-        (dtype, grad_dtype) => Err(PlanError::DTypes { name: name(), dtype, grad_dtype }),
+        | (DType::F16, DType::F32 | DType::F16) => {}
+        (dtype, grad_dtype) => return Err(PlanError::DTypes { name: name(), dtype, grad_dtype }),
     }
+    match input.storage {
+        Storage::Shared if !fits(param.dtype, param.grad_dtype) => {
+            Err(PlanError::DoesNotFit { name: name(), dtype: param.dtype, grad_dtype: param.grad_dtype })
+        }
+        Storage::Views | Storage::Shared => Ok(()),
+    }
+}
+
+/// Whether a parameter's elements find room in the memory of its gradient's (SPEC P5).
+pub(super) fn fits(dtype: DType, grad_dtype: DType) -> bool {
+    dtype.bytes() <= grad_dtype.bytes()
 }
 
 /// Every parameter padded as if it closed a bucket, in every allocation, must still be addressable.

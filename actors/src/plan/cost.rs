@@ -25,7 +25,7 @@ mod tests {
     use gatherflow_kernels::DType;
 
     use super::count;
-    use crate::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Rank, UnitSpec};
+    use crate::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Rank, Storage, UnitSpec};
 
     /// `n` parameters, each in a unit and (two types in turn) mostly in a bucket of its own.
     fn input(n: usize) -> PlanInput {
@@ -38,6 +38,7 @@ mod tests {
             groups: 1,
             bucketing: Bucketing::Size(150),
             alignment: Alignment::Standard,
+            storage: Storage::Views,
             model_parallel_rank: 0,
         }
     }

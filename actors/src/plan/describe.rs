@@ -112,6 +112,20 @@ impl Plan {
         table
     }
 
+    fn describe_other_storage(&self, out: &mut String) -> fmt::Result {
+        let other = self.storage.other();
+        let Some(memory) = self.memory_with(other) else {
+            return writeln!(out, "storage {other}: not with gradients smaller than their parameters");
+        };
+        let total = memory.total_bytes();
+        write!(out, "storage {other}: {} bytes", grouped(total))?;
+        let staging = memory.staging_bytes();
+        if staging > 0 {
+            write!(out, ", of these {} staging", grouped(staging))?;
+        }
+        writeln!(out)
+    }
+
     fn memory_table(&self) -> Table {
         let memory = self.memory();
         let mut table = Table::new(&["allocation", "bytes", ""]);
@@ -137,8 +151,9 @@ impl fmt::Display for Plan {
             writeln!(out, "\ngather order (reduces run in reverse)")?;
             wrapped(&self.order, &mut out)?;
         }
-        writeln!(out, "\nmemory per rank (storage views)")?;
+        writeln!(out, "\nmemory per rank (storage {})", self.storage)?;
         self.memory_table().print(&mut out)?;
+        self.describe_other_storage(&mut out)?;
         for (i, hint) in self.hints().iter().enumerate() {
             writeln!(out, "{}note: {hint}", if i == 0 { "\n" } else { "" })?;
         }

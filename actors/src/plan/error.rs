@@ -112,6 +112,19 @@ pub enum PlanError {
         /// The element type of its gradient.
         grad_dtype: DType,
     },
+    /// A parameter that does not fit into the memory of its gradient.
+    #[error(
+        "parameter `{name}` is {dtype} with {grad_dtype} gradients, but storage `shared` gathers parameters in the memory of \
+         their gradients, which is too small for it: give it f32 gradients, or use storage `views`"
+    )]
+    DoesNotFit {
+        /// Which parameter.
+        name: String,
+        /// Its element type.
+        dtype: DType,
+        /// The element type of its gradient, which is smaller.
+        grad_dtype: DType,
+    },
     /// Shard groups are not there yet.
     #[error("parameter `{name}` names shard group `{group}`: only all ranks are supported, leave the group out")]
     ShardGroup {

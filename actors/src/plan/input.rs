@@ -20,6 +20,8 @@ pub struct PlanInput {
     pub bucketing: Bucketing,
     /// Where buckets may end.
     pub alignment: Alignment,
+    /// Where gathered parameters land. It does not change the layout.
+    pub storage: Storage,
     /// This rank among the model-parallel ranks: the norm counts a parameter that is not tensor-parallel on 0 only
     /// (SPEC T2a). It does not change the layout.
     pub model_parallel_rank: usize,
@@ -136,5 +138,42 @@ impl Alignment {
             Self::Standard | Self::Bandwidth => PARAM_ALIGN,
             Self::Reference => 1,
         }
+    }
+}
+
+/// Where a gather lands (SPEC P5). Both give the same bits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Storage {
+    /// In the model's parameters, which are views into the buffer that is gathered.
+    #[default]
+    Views,
+    /// In the gradient memory of its bucket, seen in the parameters' dtype. The model's parameters have memory of their own,
+    /// to which they are copied, and the gradients are zeroed.
+    Shared,
+}
+
+impl Storage {
+    /// As configurations spell it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Views => "views",
+            Self::Shared => "shared",
+        }
+    }
+
+    /// The other one.
+    #[must_use]
+    pub const fn other(self) -> Self {
+        match self {
+            Self::Views => Self::Shared,
+            Self::Shared => Self::Views,
+        }
+    }
+}
+
+impl std::fmt::Display for Storage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
     }
 }

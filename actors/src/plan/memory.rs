@@ -1,14 +1,21 @@
-//! Which allocations a rank makes, in bytes, and into which cells they are divided (storage `views`).
+//! Which allocations a rank makes, in bytes, and into which cells they are divided, in each storage (SPEC P5).
 //!
 //! The runtime allocates exactly these, so what the plan prints is what is allocated. Cells are the ranges that are
 //! leased and checked as one; they follow what is worked on at once: buckets, gradients of parameters, shards.
+//!
+//! With storage `shared` a gather lands at the front of its bucket's gradients, from where the parameters are copied to the
+//! memory that the model reads. What it sends cannot lie there too: rank 0's shard would lie on gradients that its own Adam
+//! has not read. So Adam writes 16-bit parameters to a staging shard; f32 ones are sent from their own masters, which lie in
+//! the model's memory. Staging is as large as what a rank owns, whatever the number of buckets.
 
 use gatherflow_kernels::DType;
 use gatherflow_kernels::norm::Partial;
 use gatherflow_kernels::verdict::{RankRecord, Scalars};
 
 use super::Plan;
+use super::check::fits;
 use super::ids::{BufferIndex, FrozenIndex, ParamId};
+use super::input::Storage;
 use super::layout::BufferPlan;
 
 const F32: usize = DType::F32.bytes();
@@ -17,14 +24,17 @@ const F32: usize = DType::F32.bytes();
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Purpose {
-    /// The parameters of a buffer, in their own dtype; gathers run in place. One cell per bucket.
+    /// The parameters of a buffer, in their own dtype: what the model reads. One cell per bucket.
     Params(BufferIndex),
-    /// The gradients of a buffer. One cell per parameter, with the padding behind it.
+    /// The gradients of a buffer; with storage `shared` gathers land there. One cell per parameter, with the padding
+    /// behind it.
     Grads(BufferIndex),
     /// Reduced gradients in f32, where gradients are not: else they are reduced in place. One cell per shard.
     Reduced(BufferIndex),
     /// The f32 masters of 16-bit parameters. One cell per shard.
     Master(BufferIndex),
+    /// Storage `shared`: what Adam writes of 16-bit parameters and the gather sends, in their dtype. One cell per shard.
+    Staging(BufferIndex),
     /// First moments, f32. One cell per shard.
     ExpAvg(BufferIndex),
     /// Second moments, f32. One cell per shard.
@@ -46,6 +56,7 @@ impl std::fmt::Display for Purpose {
             Self::Grads(b) => write!(f, "gradients of {b}"),
             Self::Reduced(b) => write!(f, "reduced gradients of {b}"),
             Self::Master(b) => write!(f, "masters of {b}"),
+            Self::Staging(b) => write!(f, "staging of {b}"),
             Self::ExpAvg(b) => write!(f, "exp_avg of {b}"),
             Self::ExpAvgSq(b) => write!(f, "exp_avg_sq of {b}"),
             Self::Frozen(b) => write!(f, "{b}"),
@@ -86,6 +97,12 @@ impl Memory {
         self.allocations.iter().find(|a| a.purpose == purpose)
     }
 
+    /// Bytes of all staging shards together; 0 with storage `views`.
+    pub fn staging_bytes(&self) -> usize {
+        let staging = self.allocations.iter().filter(|a| matches!(a.purpose, Purpose::Staging(_)));
+        staging.map(|a| a.bytes).sum()
+    }
+
     /// Bytes of all allocations together.
     pub fn total_bytes(&self) -> usize {
         self.allocations.iter().map(|a| a.bytes).sum()
@@ -93,8 +110,18 @@ impl Memory {
 }
 
 impl Plan {
-    /// What a rank allocates with storage `views`. All ranks own equally much, so it is the same on every rank.
+    /// What a rank allocates. All ranks own equally much, so it is the same on every rank.
     pub fn memory(&self) -> Memory {
+        self.allocations(self.storage)
+    }
+
+    /// What a rank would allocate with this storage; `None` if some parameter does not fit into its gradient's memory.
+    pub fn memory_with(&self, storage: Storage) -> Option<Memory> {
+        let possible = storage == Storage::Views || self.buffers().iter().all(|b| fits(b.dtype, b.grad_dtype));
+        possible.then(|| self.allocations(storage))
+    }
+
+    fn allocations(&self, storage: Storage) -> Memory {
         let mut allocations = Vec::new();
         for buffer in self.buffers() {
             let index = buffer.index;
@@ -109,6 +136,10 @@ impl Plan {
             }
             if buffer.dtype != DType::F32 {
                 allocations.push(Allocation::new(Purpose::Master(index), shards.clone()));
+                if storage == Storage::Shared {
+                    let staging = shards.iter().map(|end| end / F32 * buffer.dtype.bytes()).collect();
+                    allocations.push(Allocation::new(Purpose::Staging(index), staging));
+                }
             }
             allocations.push(Allocation::new(Purpose::ExpAvg(index), shards.clone()));
             allocations.push(Allocation::new(Purpose::ExpAvgSq(index), shards));

@@ -12,7 +12,7 @@ use crate::bucket::BucketMsg;
 use crate::control::ControlMsg;
 use crate::face::Fact;
 use crate::optimizer::{CloseBucket, OptimizerMsg, StepStart};
-use crate::plan::{BucketId, ParamId, Position, UnitId};
+use crate::plan::{BucketId, ParamId, Position, Storage, UnitId};
 use crate::prehook::{FirstGather, Overlap, PreHookMsg};
 
 impl Session {
@@ -110,14 +110,18 @@ impl Session {
         if self.config.overlap == Overlap::None || face.buckets.iter().all(there) {
             return Ok(());
         }
-        let demanded = face.demand;
+        self.begin_gathers(version, face.demand);
+        Ok(())
+    }
+
+    /// Demands the first gathers and waits for none of them: a chain goes on for them too.
+    fn begin_gathers(&self, version: u64, demanded: u32) {
         self.hands.device.mark(self.executor(), Mark::Demanded { version, demanded });
         self.face.raise_demand(version, demanded);
         self.ask(version, demanded);
         if self.config.overlap == Overlap::Chain {
             self.post.post(Letter::PreHook(PreHookMsg::Awaited { version, demanded }));
         }
-        Ok(())
     }
 
     /// Demands and awaits all pending gathers (SPEC P4).
@@ -264,7 +268,7 @@ impl Session {
     }
 
     /// Lets the executor's stream wait until a parameter's gradient may be written for this step (edge E6). Frozen
-    /// parameters have none.
+    /// parameters have none. With storage `shared` the bucket's gather comes before that, so this demands it.
     ///
     /// # Errors
     /// The first cause after a failure.
@@ -282,6 +286,9 @@ impl Session {
         } else {
             let from = clock::now_ns();
             let what = || format!("the gradients of bucket {} to be free for step {step}", bucket.0);
+            if self.plan.storage() == Storage::Shared && fact.at(step).is_none() {
+                self.begin_gathers(step, side.demand);
+            }
             let event = self.await_fact(fact, step, &what)?;
             self.wait_event(Edge::E6, &event)?;
             self.recorder.waited(from, None);
@@ -321,6 +328,10 @@ impl Session {
             let what = || format!("the outcome of step {}", step - allowed);
             self.await_steps(step + 1 - allowed, &what)?;
             self.recorder.waited(from, None);
+        }
+        if self.plan.storage() == Storage::Shared {
+            // What nobody wrote is zeroed: that waits for the copy-out, which nobody may have asked for yet.
+            request.unwritten.iter().try_for_each(|param| self.gradient_free(*param))?;
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
         let close = self.unreported(&request);

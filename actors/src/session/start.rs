@@ -6,10 +6,9 @@ use std::time::Duration;
 
 use gatherflow_kernels::fnv::Fnv;
 use gatherflow_kernels::verdict::Scalars;
-use gatherflow_kernels::work::Cast;
 use gatherflow_kernels::{
-    AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, Comm, DType, Device, DeviceError,
-    Event, Failure, FailureKind, Lease, LeaseError, OpenOptions, Opened, Work, open,
+    AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, Comm, Device, DeviceError, Event,
+    Failure, FailureKind, Lease, LeaseError, OpenOptions, Opened, open,
 };
 use parking_lot::Mutex;
 
@@ -244,14 +243,15 @@ pub(super) fn cast_masters(
     streams: Streams,
     device: &dyn Device,
 ) -> Result<Event, DeviceError> {
+    let mut result = Ok(());
     for bucket in plan.buckets() {
-        let memory = lowering.bucket(bucket.id);
-        if memory.dtype != DType::F32 {
-            let cast = Cast { src: memory.param_shard, from: memory.dtype, dst: memory.master, to: DType::F32 };
-            device.enqueue(streams.optimizer, Work::Cast(cast))?;
-        }
+        lowering.follow_params(bucket.id, &mut |work| {
+            if result.is_ok() {
+                result = device.enqueue(streams.optimizer, work);
+            }
+        });
     }
-    Ok(device.record(streams.optimizer))
+    result.map(|()| device.record(streams.optimizer))
 }
 
 fn start_failure(rank: usize, error: DeviceError) -> Cause {

@@ -4,7 +4,9 @@
 
 use std::sync::Arc;
 
-use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
+use gatherflow_actors::plan::{
+    Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Storage, UnitId, UnitSpec,
+};
 use gatherflow_actors::{
     Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig,
     StartParams, StepRequest,
@@ -54,6 +56,7 @@ pub struct Shape {
     pub dtype: Vec<DType>,
     pub trainable: Vec<bool>,
     pub bucket_size: usize,
+    pub storage: Storage,
 }
 
 impl Shape {
@@ -66,6 +69,7 @@ impl Shape {
             dtype: vec![DType::Bf16; params],
             trainable: vec![true; params],
             bucket_size,
+            storage: Storage::Views,
         }
     }
 
@@ -79,6 +83,7 @@ impl Shape {
             dtype: Vec::new(),
             trainable: Vec::new(),
             bucket_size: [1, 64, 200, 1000, 100_000][draw.below(5)],
+            storage: [Storage::Views, Storage::Shared][draw.below(2)],
         };
         for _ in 0..units {
             let mut members = Vec::new();
@@ -117,6 +122,7 @@ impl Shape {
             groups: 1,
             bucketing: Bucketing::Size(self.bucket_size),
             alignment: Alignment::default(),
+            storage: self.storage,
             model_parallel_rank: 0,
         };
         Plan::new(&input).expect("a legal model")
@@ -140,6 +146,8 @@ pub struct Scenario {
     pub evaluate: bool,
     /// Chance in percent that a parameter gets no gradient in a step.
     pub unused: usize,
+    /// Chance in percent that a rank writes the gradients of a step without having entered or read anything.
+    pub blind: usize,
     pub dropped_edge: Option<Edge>,
     pub issue_on_thread: bool,
 }
@@ -175,9 +183,16 @@ impl Scenario {
             forward_seed: None,
             evaluate: false,
             unused: 0,
+            blind: 0,
             dropped_edge: None,
             issue_on_thread: false,
         }
+    }
+
+    /// The same with its parameters gathered there.
+    pub fn stored(mut self, storage: Storage) -> Self {
+        self.shape.storage = storage;
+        self
     }
 
     /// Enough variety that every edge orders something that nothing else orders.
@@ -199,6 +214,7 @@ impl Scenario {
             forward_seed: draw.chance(70).then(|| draw.next()),
             evaluate: draw.chance(40),
             unused: [0, 0, 20, 100][draw.below(4)],
+            blind: [0, 0, 30, 100][draw.below(4)],
             dropped_edge: None,
             issue_on_thread: false,
             first_gather: [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)],
@@ -302,7 +318,9 @@ impl Scenario {
             Ok::<(), Cause>(())
         };
         session.zeroed();
-        order.iter().try_for_each(|unit| read(*unit, &mut call))?;
+        let blind = Draw::new(0xb11d ^ (step << 8) ^ rank).chance(self.blind);
+        let forward = if blind { &[][..] } else { &order[..] };
+        forward.iter().try_for_each(|unit| read(*unit, &mut call))?;
 
         // The same on every rank: which parameters get no gradient is decided by step alone.
         let mut draw = Draw::new(0xface ^ step);
@@ -313,7 +331,9 @@ impl Scenario {
                 let index = param.0 as usize;
                 uses[index] -= 1;
                 let Some(grad) = session.grad_range(*param) else { continue };
-                touch(session.param_range(*param), AccessMode::Read);
+                if !blind {
+                    touch(session.param_range(*param), AccessMode::Read);
+                }
                 if !used[index] {
                     continue;
                 }

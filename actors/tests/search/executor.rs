@@ -9,7 +9,7 @@ use gatherflow_actors::action::Letter;
 use gatherflow_actors::bucket::BucketMsg;
 use gatherflow_actors::control::ControlMsg;
 use gatherflow_actors::optimizer::{CloseBucket, OptimizerMsg, StepStart};
-use gatherflow_actors::plan::ParamId;
+use gatherflow_actors::plan::{ParamId, Storage};
 use gatherflow_actors::prehook::PreHookMsg;
 use gatherflow_kernels::verdict::HostVerdict;
 use gatherflow_kernels::{CollectiveKind, Event};
@@ -57,6 +57,13 @@ enum Stage {
     Raised,
     /// In a chain: a wait ended, and that is left for the pre-hook to see.
     WaitEnded,
+    /// Storage `shared`: waiting for the gradients of a position to be free; `raised`: the demand for its gather is left for the
+    /// pre-hook to see; `asked`: it was asked for.
+    Freeing {
+        position: usize,
+        raised: bool,
+        asked: bool,
+    },
     /// Waiting for the last of all buckets, which comes last.
     ForLast,
     /// It waits for buckets one after the other; `asking`: it has asked for this one; `asked`: for one before it.
@@ -107,7 +114,7 @@ impl Rank {
         let Some(op) = setup.scripts[self.me].get(self.executor.next) else { return Ok(false) };
         match op {
             Op::Enter(unit) => self.enter(*unit, others),
-            Op::Write(position) => self.write(*position),
+            Op::Write(position) => self.write(*position, others),
             Op::Step => self.step(others),
             Op::Signal => {
                 self.executor.signalled += 1;
@@ -149,7 +156,7 @@ impl Rank {
                 }
                 moved = true;
             }
-            Stage::ForLast | Stage::Waiting { .. } => {}
+            Stage::Freeing { .. } | Stage::ForLast | Stage::Waiting { .. } => {}
         }
         if setup.modes[self.me].0 == Overlap::Chain {
             match self.follow_chain(version, demanded, others)? {
@@ -225,35 +232,73 @@ impl Rank {
 
     /// V2: what is read now has the bytes of `version`, told by what all ranks issued and not by what is published.
     fn check_fresh(&self, position: usize, version: u64, others: u64) -> Result<(), Violation> {
-        let stale = |why: &str| {
-            let what = format!("rank {} reads position {position} at version {version}", self.me);
+        let what = || format!("rank {} reads position {position} at version {version}", self.me);
+        self.lacks(position, version, others).map_or(Ok(()), |why| {
+            let what = what();
             Err(Violation::StaleRead(format!("{what}: {why}")))
-        };
+        })
+    }
+
+    /// What a position still lacks to be at `version`.
+    fn lacks(&self, position: usize, version: u64, others: u64) -> Option<&'static str> {
         if version > self.facts.finished {
-            return stale("the verdict of the step before is not known");
+            return Some("the verdict of the step before is not known");
         }
         // A skipped step keeps the bytes of the version before.
-        let Some(newest) = (1..=version).rev().find(|v| self.setup.updated(v - 1)) else { return Ok(()) };
+        let newest = (1..=version).rev().find(|v| self.setup.updated(v - 1))?;
         let bucket = self.setup.bucket_at(position).0;
         let gather = |k: &gatherflow_kernels::CollectiveKey| {
             (k.kind, k.bucket, k.version) == (CollectiveKind::Gather, bucket, newest)
         };
         match self.facts.issued.iter().position(gather) {
-            None => stale("its gather was not issued"),
-            Some(index) if index as u64 >= others => stale("a peer has not issued its gather"),
-            Some(_) => Ok(()),
+            None => Some("its gather was not issued"),
+            Some(index) if index as u64 >= others => Some("a peer has not issued its gather"),
+            Some(_) => None,
         }
     }
 
-    fn write(&mut self, position: usize) -> Result<bool, Violation> {
+    /// Looks whether gradients are free; where their memory is still to be gathered in, asks for that once, in two steps.
+    fn look_free(&mut self, position: usize, others: u64) -> Result<Look, Violation> {
+        let (setup, step) = (self.setup.clone(), self.executor.steps);
+        let (free, behind) = self.facts.free[position];
+        if free >= step && behind <= others {
+            let lack = match setup.storage {
+                Storage::Shared => self.lacks(position, step, others),
+                _ => (self.facts.finished < step).then_some("the step before is not finished"),
+            };
+            let what = || format!("rank {} writes the gradients of position {position} in step {step}", self.me);
+            return lack.map_or(Ok(Look::Ready), |why| Err(Violation::EarlyWrite(format!("{}: {why}", what()))));
+        }
+        let (raised, asked) = match self.executor.stage {
+            Stage::Freeing { position: at, raised, asked } if at == position => (raised, asked),
+            _ => (false, false),
+        };
+        if asked || free >= step || setup.storage == Storage::Views {
+            return Ok(Look::Blocked);
+        }
+        let (demanded, chain) = (position as u32 + 1, setup.modes[self.me].0 == Overlap::Chain);
+        self.executor.stage = Stage::Freeing { position, raised: true, asked: raised };
+        if !raised {
+            self.facts.demand = self.facts.demand.max((step, demanded));
+            self.demanded(step, demanded, if chain { demanded } else { 0 }, 0);
+            return Ok(Look::Asked);
+        }
+        if self.take_wants_demand() || setup.ranks() > 1 {
+            self.post(Letter::PreHook(PreHookMsg::Demand { version: step, demanded, announce: true }))?;
+        }
+        if chain {
+            self.post(Letter::PreHook(PreHookMsg::Awaited { version: step, demanded }))?;
+        }
+        Ok(Look::Asked)
+    }
+
+    fn write(&mut self, position: usize, others: u64) -> Result<bool, Violation> {
+        match self.look_free(position, others)? {
+            Look::Ready => {}
+            Look::Asked => return Ok(true),
+            Look::Blocked => return Ok(false),
+        }
         let step = self.executor.steps;
-        if self.facts.free[position].0 < step {
-            return Ok(false);
-        }
-        if self.facts.finished < step {
-            let what = format!("rank {} writes the gradients of position {position} in step {step}", self.me);
-            return Err(Violation::EarlyWrite(what));
-        }
         self.executor.reported[position] += 1;
         let message = BucketMsg::GradientComplete { step, event: Event::done(0) };
         self.post(Letter::Bucket(self.setup.bucket_at(position), message))?;
@@ -261,12 +306,21 @@ impl Rank {
     }
 
     fn step(&mut self, others: u64) -> Result<bool, Violation> {
-        if self.executor.stage != Stage::Begin {
+        if !matches!(self.executor.stage, Stage::Begin | Stage::Freeing { .. }) {
             return self.await_all(others);
         }
         let (setup, step) = (self.setup.clone(), self.executor.steps);
         if step - self.facts.finished.min(step) >= setup.steps_in_flight {
             return Ok(false);
+        }
+        for position in (0..setup.buckets()).filter(|_| setup.storage == Storage::Shared) {
+            if self.executor.reported[position] < setup.members[position] {
+                match self.look_free(position, others)? {
+                    Look::Ready => {}
+                    Look::Asked => return Ok(true),
+                    Look::Blocked => return Ok(false),
+                }
+            }
         }
         let mut close = Vec::new();
         for position in (0..setup.buckets()).rev() {

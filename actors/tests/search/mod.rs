@@ -29,7 +29,7 @@ pub mod wander;
 pub mod words;
 
 use gatherflow_actors::Overlap;
-use gatherflow_actors::plan::BucketId;
+use gatherflow_actors::plan::{BucketId, Storage};
 
 use self::executor::Op;
 
@@ -42,6 +42,8 @@ pub struct Setup {
     pub units: Vec<Vec<usize>>,
     /// Per rank, how gathers overlap and with how many credits: it decides when, never which, so ranks may differ.
     pub modes: Vec<(Overlap, u32)>,
+    /// Where gathers land: in `shared` gradients may be written only after the gather that zeroes them.
+    pub storage: Storage,
     pub overlap_grad_reduce: bool,
     pub steps_in_flight: u64,
     pub steps: u64,
@@ -99,6 +101,8 @@ pub enum Fault {
     ReadyBeforeItsGather,
     /// The gradients are called free once their reduce was issued.
     FreeBeforeAdam,
+    /// The gradients are called free once Adam was enqueued, though their memory is still to be gathered in.
+    FreeBeforeItsGather,
     /// The first gather of a version is issued after the second.
     GathersSwapped,
     /// The pre-hook has one credit more than it was given.
@@ -120,7 +124,7 @@ pub enum Violation {
     Deadlock(String),
     /// A unit was entered while the memory of one of its buckets had not the version that is read (V2, E5).
     StaleRead(String),
-    /// A gradient was written before the step before it had used it (E6).
+    /// A gradient was written before the step before it had used it, or before the gather that zeroes it (E6).
     EarlyWrite(String),
     /// Two ranks issued different collectives at the same place (O1, O2).
     OrderDiffers(String),

@@ -80,7 +80,8 @@ impl Rank {
         let sequence = Sequence::new(order.clone(), vec![wire; n], 128, 0);
         let bucket = |id: usize| {
             let members = setup.members[setup.position(BucketId::from_index(id))];
-            Slot::new(Bucket::new(BucketId::from_index(id), members, setup.overlap_grad_reduce, Event::done(0)))
+            let bucket = Bucket::new(BucketId::from_index(id), members, setup.overlap_grad_reduce, Event::done(0));
+            Slot::new(bucket.stored(setup.storage))
         };
         let more = u32::from(setup.fault == Some((Fault::OneCreditMore, me)));
         let (mode, credits) = setup.modes[me];
@@ -245,6 +246,9 @@ impl Rank {
                 match message {
                     BucketMsg::Updated { version, .. } if self.planted(Fault::ReadyBeforeItsGather) => {
                         self.facts.ready[position] = (*version, 0);
+                    }
+                    BucketMsg::Updated { version, .. } if self.planted(Fault::FreeBeforeItsGather) => {
+                        self.facts.free[position] = (*version, 0);
                     }
                     BucketMsg::ReduceIssued { step, .. } if self.planted(Fault::FreeBeforeAdam) => {
                         self.facts.free[position] = (*step + 1, 0);

@@ -84,7 +84,7 @@ impl Turn {
                     let feedback = match &action {
                         Action::Enqueue { op, after } => {
                             let behind = after.iter().map(|(_, event)| event.id()).max().unwrap_or(0);
-                            let behind = if matches!(op, Op::ZeroGradients { .. }) {
+                            let behind = if matches!(op, Op::ZeroGradients { .. } | Op::ZeroBucket { .. }) {
                                 behind
                             } else {
                                 self.stream = self.stream.max(behind);
