@@ -43,6 +43,11 @@ fn a_plain_run_is_clean_in_every_mode_and_storage() {
             assert_eq!(summary.gathers, buckets * updated, "{overlap:?}");
             assert_eq!(summary.reduces, buckets * scenario.steps as usize, "{overlap:?}");
             assert_eq!(summary.smalls, scenario.steps as usize);
+            let in_calls = Scenario { call_bytes: 2_000, ..scenario };
+            let plan = in_calls.plan();
+            assert!(1 < plan.calls() && plan.calls() < buckets);
+            let together = check(&in_calls).unwrap_or_else(|v| panic!("{overlap:?} in calls: {v}"));
+            assert_eq!((together.gathers, together.reduces), (summary.gathers, summary.reduces));
         }
     }
 }

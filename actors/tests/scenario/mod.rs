@@ -150,6 +150,8 @@ pub struct Scenario {
     pub blind: usize,
     pub dropped_edge: Option<Edge>,
     pub issue_on_thread: bool,
+    /// 0: every bucket is gathered by itself.
+    pub call_bytes: usize,
 }
 
 /// What a run leaves.
@@ -186,6 +188,7 @@ impl Scenario {
             blind: 0,
             dropped_edge: None,
             issue_on_thread: false,
+            call_bytes: 0,
         }
     }
 
@@ -217,12 +220,13 @@ impl Scenario {
             blind: [0, 0, 30, 100][draw.below(4)],
             dropped_edge: None,
             issue_on_thread: false,
+            call_bytes: [0, 0, 600, 5_000][draw.below(4)],
             first_gather: [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)],
         }
     }
 
     pub fn plan(&self) -> Plan {
-        self.shape.plan()
+        self.shape.plan().with_gather_calls(self.call_bytes)
     }
 
     pub fn config(&self, driver: Driver) -> SessionConfig {
