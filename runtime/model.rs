@@ -8,7 +8,8 @@ mod description;
 use std::collections::{HashMap, HashSet};
 
 use crate::actors::{
-    Alignment, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId, UnitSpec,
+    Across, Alignment, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroupSpec, UnitId,
+    UnitSpec,
 };
 use crate::config::{Config, ConfigError};
 use crate::error::Error;
@@ -24,6 +25,31 @@ pub struct GroupId(pub u32);
 impl GroupId {
     /// The group of parameters that name none. It takes everything from the configuration.
     pub const DEFAULT: Self = Self(0);
+}
+
+/// Names a shard group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ShardGroupId(pub u32);
+
+impl ShardGroupId {
+    /// All ranks that share the model's other parameters: the group of parameters that name none.
+    pub const ALL: Self = Self(0);
+}
+
+/// A group of ranks with a d of its own, for experts: its parameters are divided among fewer ranks than the others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardGroup {
+    /// Its name, in plans and errors.
+    pub name: String,
+    /// How many consecutive ranks share one set of shards. Divides the number of ranks that the other parameters are divided
+    /// among, so that several such groups stand side by side.
+    pub ranks: usize,
+    /// What those groups hold: replicas, whose gradients are summed over all of them, or experts, which have nothing to do with
+    /// each other. Of experts, every rank of a group must start from the same values.
+    pub across: Across,
+    /// Gradients are divided by this number of ranks. `None`: by as many as add up, all of them for replicas, the group's own for
+    /// experts. Where experts see the tokens of all ranks, give the number of all ranks.
+    pub average_over: Option<usize>,
 }
 
 /// Hyperparameters of an optimizer group; what is `None` comes from the configuration.
@@ -64,6 +90,8 @@ pub struct ParamOptions {
     pub shared: Option<String>,
     /// Gets a bucket of its own.
     pub shared_embedding: bool,
+    /// Its shard group: which ranks share its shards.
+    pub shard_group: ShardGroupId,
 }
 
 impl Default for ParamOptions {
@@ -75,6 +103,7 @@ impl Default for ParamOptions {
             tensor_parallel: false,
             shared: None,
             shared_embedding: false,
+            shard_group: ShardGroupId::ALL,
         }
     }
 }
@@ -181,7 +210,7 @@ pub enum ModelError {
     /// An id that this model did not give out.
     #[error("there is no {what} {id} in this model; use the ids that its registration returned")]
     Unknown {
-        /// `chunk`, `unit`, `parameter` or `group`.
+        /// `chunk`, `unit`, `parameter`, `group` or `shard group`.
         what: &'static str,
         /// The number.
         id: u32,
@@ -236,6 +265,7 @@ pub enum ModelError {
 #[derive(Clone, Debug)]
 pub struct Model {
     pub(crate) groups: Vec<Group>,
+    shard_groups: Vec<ShardGroup>,
     chunks: u32,
     pub(crate) units: Vec<UnitInfo>,
     pub(crate) params: Vec<ParamInfo>,
@@ -255,6 +285,7 @@ impl Model {
     pub fn new() -> Self {
         Self {
             groups: vec![Group::default()],
+            shard_groups: Vec::new(),
             chunks: 0,
             units: Vec::new(),
             params: Vec::new(),
@@ -286,6 +317,12 @@ impl Model {
         }
         self.groups.push(group);
         Ok(GroupId(id))
+    }
+
+    /// A new shard group, for parameters to name. Whether it fits the ranks is checked with the plan.
+    pub fn shard_group(&mut self, group: ShardGroup) -> ShardGroupId {
+        self.shard_groups.push(group);
+        ShardGroupId(self.shard_groups.len() as u32)
     }
 
     /// A new chunk, after all others in forward order.
@@ -330,7 +367,7 @@ impl Model {
     /// A parameter with options.
     ///
     /// # Errors
-    /// As [`Model::param`], and an unknown group, and copies of one weight whose shapes disagree.
+    /// As [`Model::param`], and an unknown group or shard group, and copies of one weight whose shapes disagree.
     pub fn param_with(
         &mut self,
         unit: UnitId,
@@ -350,6 +387,9 @@ impl Model {
         let Some(numel) = numel else { return Err(ModelError::BadShape { name, shape }) };
         if options.group.0 as usize >= self.groups.len() {
             return Err(ModelError::Unknown { what: "group", id: options.group.0 });
+        }
+        if options.shard_group.0 as usize > self.shard_groups.len() {
+            return Err(ModelError::Unknown { what: "shard group", id: options.shard_group.0 });
         }
         let id = ParamId::from_index(self.params.len());
         self.check_copy(&name, &shape, &options)?;
@@ -419,17 +459,24 @@ impl Model {
             shared_embedding: p.options.shared_embedding,
             tensor_parallel: p.options.tensor_parallel,
             shared: p.options.shared.clone(),
-            shard_group: ShardGroup::AllRanks,
+            shard_group: p.options.shard_group.0 as usize,
             chunk: p.chunk.0 as usize,
         });
+        let shard_group = |group: &ShardGroup| ShardGroupSpec {
+            name: group.name.clone(),
+            ranks: group.ranks,
+            across: group.across,
+            average_over: group.average_over,
+        };
         PlanInput {
             ranks,
+            model_parallel: 1,
+            shard_groups: self.shard_groups.iter().map(shard_group).collect(),
             chunks,
             params: params.collect(),
             groups: self.groups.len(),
             bucketing: config.bucketing(),
             alignment: if config.bandwidth_alignment { Alignment::Bandwidth } else { Alignment::Standard },
-            model_parallel_rank: 0,
         }
     }
 

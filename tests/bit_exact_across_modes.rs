@@ -25,13 +25,27 @@ fn program(step: u64, rank: usize) -> Vec<Vec<usize>> {
 
 fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
     let net = Net::mixed(with_f16);
-    let job = Job {
+    check(&Job {
         overflow: |step, rank| step == 2 && rank == 0,
         scaler: with_f16.then(|| Scaler::new(512.0, 2, 1)),
         adam_w: !with_f16,
         ..Job::new(&net, ranks, 6, &program)
+    });
+}
+
+/// Dense parameters on all ranks beside experts and replicas that are divided among fewer.
+fn shard_groups_give_the_bits_of_the_reference(ranks: usize, of: usize) {
+    let net = Net::with_experts(of);
+    let grouped = |step, rank| {
+        let mut microbatches = program(step, rank);
+        microbatches.iter_mut().for_each(|units| units.push(Net::EXPERTS));
+        microbatches
     };
-    let expected = serial(&job);
+    check(&Job { overflow: |step, rank| step == 2 && rank == 1, ..Job::new(&net, ranks, 6, &grouped) });
+}
+
+fn check(job: &Job<'_>) {
+    let expected = serial(job);
     assert_eq!(expected.updated_steps(), 5, "one step is skipped");
     for mode in Setting::modes() {
         for overlap_grad_reduce in [false, true] {
@@ -42,6 +56,21 @@ fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
             }
         }
     }
+}
+
+#[test]
+fn four_ranks_with_experts_and_replicas_on_two() {
+    shard_groups_give_the_bits_of_the_reference(4, 2);
+}
+
+#[test]
+fn six_ranks_with_experts_and_replicas_on_three() {
+    shard_groups_give_the_bits_of_the_reference(6, 3);
+}
+
+#[test]
+fn two_ranks_with_experts_and_replicas_on_each() {
+    shard_groups_give_the_bits_of_the_reference(2, 1);
 }
 
 macro_rules! on {

@@ -51,7 +51,8 @@ fn plan(case: &Value) -> Plan {
             .as_u64()
             .map_or(Bucketing::Whole, |n| Bucketing::Size(usize::try_from(n).unwrap())),
         alignment: Alignment::Standard,
-        model_parallel_rank: 0,
+        model_parallel: 1,
+        shard_groups: Vec::new(),
     };
     Plan::new(&input).unwrap()
 }

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use gatherflow::{ChunkId, DType, Engine, Group, GroupId, Lr, Model, ParamId, ParamInfo, ParamOptions, UnitId};
+use gatherflow::{
+    Across, ChunkId, DType, Engine, Group, GroupId, Lr, Model, ParamId, ParamInfo, ParamOptions, ShardGroup, UnitId,
+};
 
 use super::{At, random};
 use crate::reference::Hyper;
@@ -37,6 +39,8 @@ impl Net {
     pub const RARE: usize = 3;
     pub const HEAD: usize = 4;
     pub const TAIL: usize = 5;
+    /// Of [`Net::with_experts`].
+    pub const EXPERTS: usize = 6;
 
     /// A model without parameters, with three groups.
     pub fn empty() -> Self {
@@ -79,6 +83,27 @@ impl Net {
         net.unit("tail");
         net.param("tail.weight", 77, DType::F32, in_group(2));
         net.param("tail.bias", 1, half, in_group(0));
+        net
+    }
+
+    /// [`Net::mixed`] and one more unit, with parameters that are divided among `ranks` ranks: experts, and replicas.
+    pub fn with_experts(ranks: usize) -> Self {
+        let mut net = Self::mixed(false);
+        let mut group = |name: &str, across, average_over| {
+            let group = ShardGroup { name: name.into(), ranks, across, average_over };
+            ParamOptions { shard_group: net.model.shard_group(group), ..ParamOptions::default() }
+        };
+        let experts = group("experts", Across::Experts, None);
+        let routed = group("experts that see all tokens", Across::Experts, Some(3));
+        let replicas = group("replicas", Across::Replicas, None);
+        net.unit("experts");
+        net.param("expert.weight", 190, DType::Bf16, experts.clone());
+        net.param("expert.bias", 3, DType::F32, ParamOptions { group: GroupId(1), ..experts.clone() });
+        net.param("expert.frozen", 5, DType::F32, ParamOptions { trainable: false, ..experts });
+        net.param("routed.weight", 140, DType::F32, routed);
+        net.param("replica.weight", 100, DType::F32, replicas.clone());
+        let narrow = ParamOptions { grad_dtype: Some(DType::Bf16), group: GroupId(2), ..replicas };
+        net.param("replica.narrow", 66, DType::Bf16, narrow);
         net
     }
 
@@ -126,8 +151,9 @@ impl Net {
         self.name(param).contains("sparse")
     }
 
-    pub fn initial(param: ParamId, element: usize) -> f32 {
-        random(&[1, u64::from(param.0), element as u64])
+    /// What a parameter starts from; ranks that hold other parameters under the same name have another variant.
+    pub fn initial(variant: u64, param: ParamId, element: usize) -> f32 {
+        random(&[1 + 2 * variant, u64::from(param.0), element as u64])
     }
 
     fn target(param: ParamId, element: usize) -> f32 {

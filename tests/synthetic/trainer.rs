@@ -8,7 +8,7 @@ use gatherflow_actors::plan;
 use gatherflow_kernels::{AccessMode, BufRange};
 use half::{bf16, f16};
 
-use super::{At, Expected, Job, Net, Setting};
+use super::{At, Expected, Job, Net, Setting, data_rank, noise_of, start_of};
 
 /// What a rank has to tell when it is done.
 #[derive(Clone, Copy, Debug)]
@@ -43,9 +43,11 @@ impl<'a> Trainer<'a> {
         let mut internals = gatherflow::Internals::default();
         internals.open.issue_on_thread = setting.issue_on_thread;
         let number = rank.rank();
-        // Only rank 0's values count: they are broadcast.
+        // Only the values of the first rank that holds a parameter count: they are broadcast.
+        let plan = net.model.plan(job.ranks, &job.config(setting)).unwrap();
         let init = |param: &gatherflow::ParamInfo, out: ParamMut<'_>| {
-            out.fill_with(|i| if number == 0 { Net::initial(param.id, i) } else { 7.0 });
+            let (variant, counts) = start_of(&plan, number, param.id);
+            out.fill_with(|i| if counts { Net::initial(variant, param.id, i) } else { 7.0 });
         };
         let model = net.model.clone();
         let mut engine = Engine::with_internals(rank, model, job.config(setting), internals, init).unwrap();
@@ -64,7 +66,7 @@ impl<'a> Trainer<'a> {
     /// Values that were read must be those of the current version.
     fn check(&self, param: ParamId, values: Vec<f32>, wherefrom: &str) -> Vec<f32> {
         let step = self.engine.steps();
-        let expected = &self.expected.weights[step as usize][param.index()];
+        let expected = self.expected.on_rank(self.rank(), step, param);
         let what = || format!("`{}` read {wherefrom} on rank {}", self.net().params()[param.index()].name, self.rank());
         same_bits(&values, expected, &|| format!("{} at version {step}", what()));
         values
@@ -107,7 +109,8 @@ impl<'a> Trainer<'a> {
         let (net, step) = (self.net(), self.engine.steps());
         let scale = if self.job.scaler.is_some() { self.engine.loss_scale().unwrap() } else { 1.0 };
         assert_eq!(scale.to_bits(), self.expected.verdicts[step as usize].loss_scale.to_bits());
-        let program = (self.job.program)(step, self.rank());
+        let plan = self.engine.plan();
+        let program = (self.job.program)(step, data_rank(plan, self.rank()));
         let mut overflows = (self.job.overflow)(step, self.rank());
         let mut loss = 0.0;
         for (microbatch, units) in program.iter().enumerate() {
@@ -117,7 +120,7 @@ impl<'a> Trainer<'a> {
             for (visit, unit) in units.iter().enumerate().rev() {
                 let back = passes[net.units[*unit].chunk].backward(net.units[*unit].id).unwrap();
                 for param in net.written(*unit) {
-                    let at = At { rank: self.rank(), step, microbatch, visit };
+                    let at = At { rank: noise_of(plan, self.rank(), param), step, microbatch, visit };
                     let values = self.in_backward(&back, param);
                     let gradient = net.gradient(at, param, &values, scale, std::mem::take(&mut overflows));
                     self.write(&back, param, &gradient);
@@ -229,7 +232,7 @@ impl<'a> Trainer<'a> {
         let mut wanted = vec![0.0; found.len()];
         for piece in self.engine.plan().owned(plan::Rank(self.rank()), bucket) {
             let of_param =
-                &expected(&self.expected.state[piece.param.index()])[piece.in_param.start..piece.in_param.end];
+                &expected(self.expected.state_on(self.rank(), piece.param))[piece.in_param.start..piece.in_param.end];
             wanted[piece.in_shard.start..piece.in_shard.end].copy_from_slice(of_param);
         }
         same_bits(found, &wanted, &|| format!("{what} of {bucket} on rank {}", self.rank()));

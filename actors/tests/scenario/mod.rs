@@ -117,7 +117,8 @@ impl Shape {
             groups: 1,
             bucketing: Bucketing::Size(self.bucket_size),
             alignment: Alignment::default(),
-            model_parallel_rank: 0,
+            model_parallel: 1,
+            shard_groups: Vec::new(),
         };
         Plan::new(&input).expect("a legal model")
     }

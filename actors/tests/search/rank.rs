@@ -76,7 +76,15 @@ impl Rank {
     pub fn new(setup: &Rc<Setup>, me: usize) -> Self {
         let n = setup.buckets();
         let order: Vec<BucketId> = (0..n).map(|position| setup.bucket_at(position)).collect();
-        let wire = WireBucket { reduce_bytes: 8, reduce_dtype: DType::F32, gather_bytes: 4, gather_dtype: DType::Bf16 };
+        let wire = WireBucket {
+            reduce_bytes: 8,
+            reduce_dtype: DType::F32,
+            gather_bytes: 4,
+            gather_dtype: DType::Bf16,
+            shard_bytes: 4,
+            group: 0,
+            sums: [0; 2],
+        };
         let sequence = Sequence::new(order.clone(), vec![wire; n], 128, 0);
         let bucket = |id: usize| {
             let members = setup.members[setup.position(BucketId::from_index(id))];
