@@ -29,14 +29,19 @@ fn a_plain_run_is_clean_in_every_mode() {
             (true, FirstGather::ZeroGrad),
             (true, FirstGather::Forward),
         ] {
-            let scenario = Scenario { overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
-            let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}: {v}"));
-            let buckets = scenario.plan().buckets().len();
-            assert!(buckets > 3);
-            let updated = scenario.steps as usize - scenario.skipped.len();
-            assert_eq!(summary.gathers, buckets * updated, "{overlap:?}");
-            assert_eq!(summary.reduces, buckets * scenario.steps as usize, "{overlap:?}");
-            assert_eq!(summary.smalls, scenario.steps as usize);
+            for shape in [Scenario::plain().shape, Shape::grouped()] {
+                let scenario = Scenario { shape, overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
+                let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}: {v}"));
+                let plan = scenario.plan();
+                let (buckets, steps) = (plan.buckets().len(), scenario.steps as usize);
+                assert!(buckets > 3);
+                let updated = steps - scenario.skipped.len();
+                assert_eq!(summary.gathers, buckets * updated, "{overlap:?}");
+                assert_eq!(summary.reduces, buckets * steps, "{overlap:?}");
+                let sums = plan.buckets().iter().flat_map(|b| plan.sum_groups(b.id)).filter(|group| *group > 0);
+                assert_eq!(summary.sums, sums.count() * steps, "{overlap:?}");
+                assert_eq!(summary.smalls, steps);
+            }
         }
     }
 }

@@ -4,7 +4,9 @@
 
 use std::sync::Arc;
 
-use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
+use gatherflow_actors::plan::{
+    Across, Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, ShardGroupSpec, UnitId, UnitSpec,
+};
 use gatherflow_actors::{
     Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig,
     StartParams, StepRequest,
@@ -53,6 +55,10 @@ pub struct Shape {
     pub numel: Vec<usize>,
     pub dtype: Vec<DType>,
     pub trainable: Vec<bool>,
+    /// Per parameter, its shard group.
+    pub shard_group: Vec<usize>,
+    /// Ranks of the two shard groups with a d of their own: replicas, experts.
+    pub group_ranks: [usize; 2],
     pub bucket_size: usize,
 }
 
@@ -65,15 +71,29 @@ impl Shape {
             numel: vec![numel; params],
             dtype: vec![DType::Bf16; params],
             trainable: vec![true; params],
+            shard_group: vec![0; params],
+            group_ranks: [1; 2],
             bucket_size,
         }
+    }
+
+    /// Four ranks, every third parameter a replica on two of them, every third an expert.
+    pub fn grouped() -> Self {
+        let regular = Self::regular(4, 6, 2, 100, 100);
+        let shard_group = (0..regular.numel.len()).map(|i| i % 3).collect();
+        Self { shard_group, group_ranks: [2; 2], ..regular }
     }
 
     pub fn draw(seed: u64) -> Self {
         let mut draw = Draw::new(seed);
         let units = 1 + draw.below(6);
+        let ranks = 1 + draw.below(4);
+        let divisors: Vec<usize> = (1..=ranks).filter(|n| ranks.is_multiple_of(*n)).collect();
+        let grouped = draw.chance(50);
         let mut shape = Self {
-            ranks: 1 + draw.below(4),
+            ranks,
+            shard_group: Vec::new(),
+            group_ranks: [0; 2].map(|_| divisors[draw.below(divisors.len())]),
             units: Vec::new(),
             numel: Vec::new(),
             dtype: Vec::new(),
@@ -87,6 +107,7 @@ impl Shape {
                 shape.numel.push([1, 3, 63, 64, 65, 130, 500][draw.below(7)]);
                 shape.dtype.push([DType::Bf16, DType::F32, DType::F16][draw.below(3)]);
                 shape.trainable.push(!draw.chance(15));
+                shape.shard_group.push(if grouped { draw.below(3) } else { 0 });
             }
             // A weight that an earlier unit uses too.
             if draw.chance(25) {
@@ -104,12 +125,14 @@ impl Shape {
         let params = (0..self.numel.len()).map(|i| {
             let mut param = ParamSpec::new(format!("p{i}"), [self.numel[i]], self.dtype[i]);
             param.trainable = self.trainable[i];
+            param.shard_group = self.shard_group[i];
             param
         });
         let unit = |(i, members): (usize, &Vec<usize>)| UnitSpec {
             name: format!("u{i}"),
             params: members.iter().map(|p| ParamId(*p as u32)).collect(),
         };
+        let group = |name: &str, ranks, across| ShardGroupSpec { name: name.into(), ranks, across, average_over: None };
         let input = PlanInput {
             chunks: vec![ChunkSpec { units: self.units.iter().enumerate().map(unit).collect() }],
             ranks: self.ranks,
@@ -118,7 +141,10 @@ impl Shape {
             bucketing: Bucketing::Size(self.bucket_size),
             alignment: Alignment::default(),
             model_parallel: 1,
-            shard_groups: Vec::new(),
+            shard_groups: vec![
+                group("replicas", self.group_ranks[0], Across::Replicas),
+                group("experts", self.group_ranks[1], Across::Experts),
+            ],
         };
         Plan::new(&input).expect("a legal model")
     }
