@@ -38,7 +38,9 @@ fn shard_groups_give_the_bits_of_the_reference(ranks: usize, of: usize) {
     let net = Net::with_experts(of);
     let grouped = |step, rank| {
         let mut microbatches = program(step, rank);
-        microbatches.iter_mut().for_each(|units| units.push(Net::EXPERTS));
+        for units in &mut microbatches {
+            units.push(Net::EXPERTS);
+        }
         microbatches
     };
     check(&Job { overflow: |step, rank| step == 2 && rank == 1, ..Job::new(&net, ranks, 6, &grouped) });

@@ -52,7 +52,7 @@ fn experts_may_start_apart_in_other_groups_but_not_within_one() {
     let check = config().start_params(StartParams::Check);
     let told = |across, values| {
         let started = on_ranks(across, &check, values, |engine| engine.map(|mut engine| engine.close().unwrap()));
-        started.into_iter().map(|result| result.err()).collect::<Vec<_>>()
+        started.into_iter().map(Result::err).collect::<Vec<_>>()
     };
     assert!(told(Across::Experts, [1.0, 1.0, 2.0, 2.0]).iter().all(Option::is_none));
     for (across, values, words) in [

@@ -167,7 +167,7 @@ impl Sequence {
     /// Whether this collective, a reduce or a sum, is the last one that belongs to the reduction of its bucket.
     pub fn ends_reduction(&self, key: &CollectiveKey) -> bool {
         let sums = self.wire.get(key.bucket as usize).into_iter().flat_map(|wire| wire.sums);
-        let last = sums.filter(|group| *group != JOB).last();
+        let last = sums.rev().find(|group| *group != JOB);
         match key.kind {
             CollectiveKind::Sum => last == Some(key.group),
             _ => last.is_none(),

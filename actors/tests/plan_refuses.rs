@@ -115,7 +115,7 @@ fn ranks_that_groups_or_copies_of_the_model_cannot_share_are_refused() {
     refused(&["`w`", "shard group 1", "0 besides"], |i| i.params[0].shard_group = 1);
     for ranks in [0, 3, 4] {
         refused(&["`experts`", &format!("of {ranks} ranks"), "divide the 2"], |i| {
-            i.shard_groups = vec![experts(ranks)]
+            i.shard_groups = vec![experts(ranks)];
         });
     }
     refused(&["`experts`", "twice"], |i| i.shard_groups = vec![experts(1), experts(2)]);
