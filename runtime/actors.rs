@@ -2,8 +2,8 @@
 
 pub(crate) use gatherflow_actors::busy::{Busy, WARNING as BUSY_WARNING};
 pub(crate) use gatherflow_actors::plan::{
-    Across, Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroupSpec,
-    UnitId, UnitSpec,
+    Across, Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput,
+    Rank as PlanRank, ShardGroupSpec, UnitId, UnitSpec,
 };
 pub(crate) use gatherflow_actors::{
     Counters, Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session,

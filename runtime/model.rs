@@ -82,8 +82,8 @@ pub struct ParamOptions {
     pub trainable: bool,
     /// Element type of its gradient; `None` takes the configuration's `grad_dtype`.
     pub grad_dtype: Option<DType>,
-    /// Each model-parallel rank holds another part of it, so each counts in the norm. Without model-parallel ranks, which
-    /// there are none of yet, it changes nothing.
+    /// Each model-parallel rank holds another part of it, so each counts in the norm. Every other parameter is the same on all
+    /// of them and must get the same gradient there. Without model-parallel ranks it changes nothing.
     pub tensor_parallel: bool,
     /// Copies of one weight carry the same name here. Only frozen ones so far: a weight that several units train is registered
     /// once and used with [`Model::use_param`].
@@ -470,7 +470,7 @@ impl Model {
         };
         PlanInput {
             ranks,
-            model_parallel: 1,
+            model_parallel: config.model_parallel,
             shard_groups: self.shard_groups.iter().map(shard_group).collect(),
             chunks,
             params: params.collect(),

@@ -35,7 +35,15 @@ fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
 
 /// Dense parameters on all ranks beside experts and replicas that are divided among fewer.
 fn shard_groups_give_the_bits_of_the_reference(ranks: usize, of: usize) {
-    let net = Net::with_experts(of);
+    groups_give_the_bits_of_the_reference(&Net::with_experts(of), ranks, 1);
+}
+
+/// The same, and tensor-parallel parameters.
+fn model_parallel_ranks_give_the_bits_of_the_reference(ranks: usize, model_parallel: usize, of: usize) {
+    groups_give_the_bits_of_the_reference(&Net::parallel(of), ranks, model_parallel);
+}
+
+fn groups_give_the_bits_of_the_reference(net: &Net, ranks: usize, model_parallel: usize) {
     let grouped = |step, rank| {
         let mut microbatches = program(step, rank);
         for units in &mut microbatches {
@@ -43,7 +51,8 @@ fn shard_groups_give_the_bits_of_the_reference(ranks: usize, of: usize) {
         }
         microbatches
     };
-    check(&Job { overflow: |step, rank| step == 2 && rank == 1, ..Job::new(&net, ranks, 6, &grouped) });
+    let overflow = |step, rank| step == 2 && rank == 1;
+    check(&Job { model_parallel, overflow, ..Job::new(net, ranks, 6, &grouped) });
 }
 
 fn check(job: &Job<'_>) {
@@ -73,6 +82,21 @@ fn six_ranks_with_experts_and_replicas_on_three() {
 #[test]
 fn two_ranks_with_experts_and_replicas_on_each() {
     shard_groups_give_the_bits_of_the_reference(2, 1);
+}
+
+#[test]
+fn two_copies_of_the_model_on_two_ranks_each() {
+    model_parallel_ranks_give_the_bits_of_the_reference(4, 2, 1);
+}
+
+#[test]
+fn one_copy_of_the_model_on_three_ranks() {
+    model_parallel_ranks_give_the_bits_of_the_reference(3, 3, 1);
+}
+
+#[test]
+fn four_copies_of_the_model_on_two_ranks_each_with_experts_and_replicas_on_two() {
+    model_parallel_ranks_give_the_bits_of_the_reference(8, 2, 2);
 }
 
 macro_rules! on {

@@ -98,6 +98,114 @@ fn masters_are_reloaded_from_experts_that_differ_between_groups_and_agree_within
     }
 }
 
+/// What each rank's first step tells where every gradient element is `value`, and the number of logical parameters.
+fn first_outcomes(ranks: usize, model_parallel: usize, value: f32) -> (Vec<gatherflow::Outcome>, u64) {
+    let d = ranks / model_parallel;
+    let size = if d.is_multiple_of(2) { d / 2 } else { d };
+    let mut model = Model::new();
+    let mut group = |name: &str, across| ParamOptions {
+        shard_group: model.shard_group(ShardGroup { name: name.into(), ranks: size, across, average_over: None }),
+        ..ParamOptions::default()
+    };
+    let (experts, replicas) = (group("experts", Across::Experts), group("replicas", Across::Replicas));
+    let split = ParamOptions { tensor_parallel: true, ..ParamOptions::default() };
+    let chunk = model.chunk();
+    let unit = model.unit(chunk, "unit").unwrap();
+    // Name, elements on each rank, and how often they exist.
+    let params = [
+        ("norm", 65, ParamOptions::default(), 1),
+        ("column", 130, split.clone(), model_parallel),
+        ("experts", 70, experts.clone(), d / size),
+        ("replicas", 33, replicas, 1),
+        ("split experts", 7, ParamOptions { tensor_parallel: true, ..experts }, model_parallel * d / size),
+        ("frozen", 50, ParamOptions { trainable: false, ..ParamOptions::default() }, 0),
+    ];
+    let logical = params.iter().map(|(_, numel, _, times)| (numel * times) as u64).sum();
+    for (name, numel, options, _) in params {
+        model.param_with(unit, name, &[numel], DType::F32, options).unwrap();
+    }
+    let config = config().model_parallel(model_parallel).bucket_size(64);
+    let step = |rank: Rank| {
+        let mut engine = Engine::new(rank, model.clone(), config.clone(), |_, out| out.fill_with(|_| 0.5)).unwrap();
+        let pass = engine.pass(chunk, 0, true, gatherflow::Mode::Train).unwrap();
+        pass.enter(unit).unwrap();
+        let back = pass.backward(unit).unwrap();
+        for param in engine.params().iter().filter(|param| param.options.trainable) {
+            let mut gradient = back.grad::<f32>(param.id).unwrap();
+            gradient.fill(value);
+            gradient.complete();
+        }
+        back.leave().unwrap();
+        let outcome = engine.step().unwrap().outcome().unwrap();
+        engine.close().unwrap();
+        outcome
+    };
+    let outcomes = std::thread::scope(|scope| {
+        let step = &step;
+        let threads: Vec<_> =
+            Ranks::local(ranks).unwrap().into_iter().map(|rank| scope.spawn(move || step(rank))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    (outcomes, logical)
+}
+
+#[test]
+fn with_all_gradients_one_the_norm_is_the_root_of_the_number_of_logical_parameters() {
+    for (ranks, model_parallel) in [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (6, 3), (8, 2), (3, 3)] {
+        let (outcomes, logical) = first_outcomes(ranks, model_parallel, 1.0);
+        for outcome in outcomes {
+            let norm = outcome.grad_norm.unwrap();
+            assert!((norm - (logical as f64).sqrt()).abs() < 1e-12 * norm, "{norm}² is not {logical}");
+            assert_eq!(outcome.zeros, Some(0));
+        }
+        let (outcomes, logical) = first_outcomes(ranks, model_parallel, 0.0);
+        let told = |o: &gatherflow::Outcome| (o.grad_norm, o.zeros);
+        assert!(outcomes.iter().all(|o| told(o) == (Some(0.0), Some(logical))), "{ranks} ranks by {model_parallel}");
+    }
+}
+
+#[test]
+fn a_weight_counts_once_for_the_ranks_that_share_a_copy_of_the_model() {
+    let config = config().model_parallel(2).average_by_weight(true).max_norm(0.0);
+    let mut model = Model::new();
+    let chunk = model.chunk();
+    let unit = model.unit(chunk, "unit").unwrap();
+    let param = model.param(unit, "w", &[10], DType::F32).unwrap();
+    let norm = |rank: Rank| {
+        let mut engine = Engine::new(rank, model.clone(), config.clone(), |_, out| out.fill_with(|_| 0.5)).unwrap();
+        let ((part, parts), (copy, copies)) = (engine.model_parallel(), engine.data_parallel());
+        assert_eq!((parts, copies, copy * 2 + part), (2, 2, engine.rank()));
+        engine.set_weight([3.0, 1.0][copy]).unwrap();
+        let pass = engine.pass(chunk, 0, true, gatherflow::Mode::Train).unwrap();
+        pass.enter(unit).unwrap();
+        let back = pass.backward(unit).unwrap();
+        let mut gradient = back.grad::<f32>(param).unwrap();
+        gradient.fill(1.0);
+        gradient.complete();
+        back.leave().unwrap();
+        let outcome = engine.step().unwrap().outcome().unwrap();
+        engine.close().unwrap();
+        outcome.grad_norm.unwrap()
+    };
+    std::thread::scope(|scope| {
+        let norm = &norm;
+        let threads: Vec<_> =
+            Ranks::local(4).unwrap().into_iter().map(|rank| scope.spawn(move || norm(rank))).collect();
+        for thread in threads {
+            // A sum of 2 over a weight of 4, ten times.
+            assert!((thread.join().unwrap() - 2.5_f64.sqrt()).abs() < 1e-12);
+        }
+    });
+}
+
+#[test]
+fn ranks_that_cannot_share_copies_of_the_model_are_refused() {
+    let error = model(Across::Experts).plan(4, &config().model_parallel(3)).unwrap_err();
+    assert!(error.to_string().contains("`model_parallel`") && error.to_string().contains("4 ranks"), "{error}");
+    let printed = model(Across::Experts).plan(4, &config().model_parallel(2)).unwrap().describe();
+    assert!(printed.contains("2 ranks share a copy of the model"), "{printed}");
+}
+
 #[test]
 fn groups_that_do_not_fit_are_refused_by_name() {
     let plan = |ranks: usize| model(Across::Experts).plan(ranks, &config());

@@ -33,6 +33,8 @@ pub type Program = dyn Fn(u64, usize) -> Vec<Vec<usize>> + Sync;
 pub struct Job<'a> {
     pub net: &'a Net,
     pub ranks: usize,
+    /// How many ranks share a copy of the model.
+    pub model_parallel: usize,
     pub steps: u64,
     /// Step and rank to microbatches.
     pub program: &'a Program,
@@ -102,6 +104,7 @@ impl<'a> Job<'a> {
         Self {
             net,
             ranks,
+            model_parallel: 1,
             steps,
             program,
             overflow: |_, _| false,
@@ -126,6 +129,7 @@ impl<'a> Job<'a> {
             .overlap(setting.overlap)
             .overlap_grad_reduce(setting.overlap_grad_reduce)
             .steps_in_flight(setting.steps_in_flight);
+        let config = if self.model_parallel > 1 { config.model_parallel(self.model_parallel) } else { config };
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
         let config = match self.grad_dtype {
             DType::F32 => config,

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use gatherflow::{
-    Across, ChunkId, DType, Engine, Group, GroupId, Lr, Model, ParamId, ParamInfo, ParamOptions, ShardGroup, UnitId,
+    Across, ChunkId, DType, Engine, Group, GroupId, Lr, Model, ParamId, ParamInfo, ParamOptions, ShardGroup,
+    ShardGroupId, UnitId,
 };
 
 use super::{At, random};
@@ -104,6 +105,17 @@ impl Net {
         net.param("replica.weight", 100, DType::F32, replicas.clone());
         let narrow = ParamOptions { grad_dtype: Some(DType::Bf16), group: GroupId(2), ..replicas };
         net.param("replica.narrow", 66, DType::Bf16, narrow);
+        net
+    }
+
+    /// [`Net::with_experts`], and tensor-parallel parameters in the same unit, one of them among the experts.
+    pub fn parallel(ranks: usize) -> Self {
+        let mut net = Self::with_experts(ranks);
+        let split = ParamOptions { tensor_parallel: true, ..ParamOptions::default() };
+        net.param("column.weight", 170, DType::Bf16, split.clone());
+        net.param("row.weight", 64, DType::F32, ParamOptions { group: GroupId(2), ..split.clone() });
+        net.param("row.frozen", 6, DType::Bf16, ParamOptions { trainable: false, ..split.clone() });
+        net.param("expert.row", 33, DType::F32, ParamOptions { shard_group: ShardGroupId(1), ..split });
         net
     }
 

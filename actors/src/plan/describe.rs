@@ -20,6 +20,8 @@ impl Plan {
         }
         if self.ranks == 1 {
             hints.push("one rank: no communication, so there is nothing to hide".into());
+        } else if self.data_parallel() == 1 {
+            hints.push("one data-parallel rank: gathers and reduces move nothing, so there is nothing to hide".into());
         } else if buckets == 1 {
             hints.push(
                 "one bucket: its gather has no other unit to hide under; ask for more buckets or a smaller bucket size"

@@ -50,6 +50,7 @@ impl Draw {
 #[derive(Clone, Debug)]
 pub struct Shape {
     pub ranks: usize,
+    pub model_parallel: usize,
     /// Per unit, its parameters.
     pub units: Vec<Vec<usize>>,
     pub numel: Vec<usize>,
@@ -67,6 +68,7 @@ impl Shape {
         let params = units * per_unit;
         Self {
             ranks,
+            model_parallel: 1,
             units: (0..units).map(|u| (u * per_unit..(u + 1) * per_unit).collect()).collect(),
             numel: vec![numel; params],
             dtype: vec![DType::Bf16; params],
@@ -77,21 +79,22 @@ impl Shape {
         }
     }
 
-    /// Four ranks, every third parameter a replica on two of them, every third an expert.
+    /// Four copies of the model on two ranks each; every third parameter a replica on two of the four, every third an expert.
     pub fn grouped() -> Self {
-        let regular = Self::regular(4, 6, 2, 100, 100);
+        let regular = Self::regular(8, 6, 2, 100, 100);
         let shard_group = (0..regular.numel.len()).map(|i| i % 3).collect();
-        Self { shard_group, group_ranks: [2; 2], ..regular }
+        Self { model_parallel: 2, shard_group, group_ranks: [2; 2], ..regular }
     }
 
     pub fn draw(seed: u64) -> Self {
         let mut draw = Draw::new(seed);
         let units = 1 + draw.below(6);
-        let ranks = 1 + draw.below(4);
-        let divisors: Vec<usize> = (1..=ranks).filter(|n| ranks.is_multiple_of(*n)).collect();
+        let (d, model_parallel) = (1 + draw.below(4), [1, 1, 2, 3][draw.below(4)]);
+        let divisors: Vec<usize> = (1..=d).filter(|n| d.is_multiple_of(*n)).collect();
         let grouped = draw.chance(50);
         let mut shape = Self {
-            ranks,
+            ranks: d * model_parallel,
+            model_parallel,
             shard_group: Vec::new(),
             group_ranks: [0; 2].map(|_| divisors[draw.below(divisors.len())]),
             units: Vec::new(),
@@ -140,7 +143,7 @@ impl Shape {
             groups: 1,
             bucketing: Bucketing::Size(self.bucket_size),
             alignment: Alignment::default(),
-            model_parallel: 1,
+            model_parallel: self.model_parallel,
             shard_groups: vec![
                 group("replicas", self.group_ranks[0], Across::Replicas),
                 group("experts", self.group_ranks[1], Across::Experts),
