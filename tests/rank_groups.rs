@@ -199,6 +199,18 @@ fn a_weight_counts_once_for_the_ranks_that_share_a_copy_of_the_model() {
 }
 
 #[test]
+fn ranks_that_share_a_copy_must_start_from_the_same_values_and_others_take_theirs() {
+    let shared = config().model_parallel(2);
+    let start =
+        |values| on_ranks(Across::Replicas, &shared, values, |engine| engine.map(|mut e| e.close().unwrap()).err());
+    assert!(start([1.0, 1.0, 3.0, 4.0]).iter().all(Option::is_none), "the last two are broadcast to");
+    for error in start([1.0, 2.0, 1.0, 1.0]) {
+        let error = error.unwrap().to_string();
+        assert!(error.contains("rank 0 has hash") && error.contains("rank 1 has hash"), "{error}");
+    }
+}
+
+#[test]
 fn ranks_that_cannot_share_copies_of_the_model_are_refused() {
     let error = model(Across::Experts).plan(4, &config().model_parallel(3)).unwrap_err();
     assert!(error.to_string().contains("`model_parallel`") && error.to_string().contains("4 ranks"), "{error}");

@@ -41,7 +41,7 @@ use std::collections::HashSet;
 use gatherflow_kernels::DType;
 
 pub use error::PlanError;
-pub use groups::{Across, JOB, ShardGroupPlan, ShardGroupSpec};
+pub use groups::{Across, JOB, MODEL_PARALLEL, ShardGroupPlan, ShardGroupSpec};
 pub use ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, Rank, UnitId, Version};
 pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, UnitSpec};
 pub use layout::{BucketPlan, BufferPlan, FrozenPlan, Home, PARAM_ALIGN};

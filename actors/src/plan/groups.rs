@@ -55,7 +55,7 @@ pub const JOB: u32 = 0;
 /// The ranks that share a model-parallel rank.
 const DATA_PARALLEL: u32 = 1;
 /// The ranks that share a data-parallel rank.
-const MODEL_PARALLEL: u32 = 2;
+pub const MODEL_PARALLEL: u32 = 2;
 /// Shard group `i` is `FIRST_GROUP + 2 (i - 1)`, what lies across it one more.
 const FIRST_GROUP: u32 = 3;
 

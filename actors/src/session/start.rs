@@ -22,7 +22,7 @@ use crate::inline::Inline;
 use crate::issuer::Issuer;
 use crate::lowering::Lowering;
 use crate::machines::Machines;
-use crate::plan::{Across, ParamId, Plan, Purpose};
+use crate::plan::{Across, MODEL_PARALLEL, ParamId, Plan, Purpose, Rank};
 use crate::recorder::Recorder;
 use crate::shell::{ActorThread, Directory};
 use crate::supervisor::SupervisorMsg;
@@ -81,9 +81,16 @@ fn start(
     initialise(rank, &plan, &config, &lowering, device.as_ref(), init)?;
 
     let mut lines = agreement(&plan, &config);
-    if config.start_params == StartParams::Check {
+    let hashes = || {
         let hashes = parameter_hashes("initial parameters", &plan, &lowering, device.as_ref());
-        lines.extend(hashes.map_err(|e| fail(e.to_string()))?);
+        hashes.map_err(|e| fail(e.to_string()))
+    };
+    match config.start_params {
+        StartParams::Check => lines.extend(hashes()?),
+        StartParams::Broadcast if plan.model_parallel() > 1 => {
+            lines.extend(sources_agree(hashes()?, &plan, rank, &lowering))
+        }
+        StartParams::Broadcast => {}
     }
     // The inline driver runs ranks one after the other on one thread: they cannot meet.
     if config.driver == Driver::Actors {
@@ -200,6 +207,14 @@ fn initialise(
     let mut lease = device.lease(lowering.scalars(), AccessMode::Write).map_err(fail)?;
     lease.as_mut_bytes().map_err(fail)?.copy_from_slice(&Scalars::initial(&config.scaler).to_bytes());
     Ok(())
+}
+
+/// Every model-parallel rank's parameters are broadcast from a rank of its own: what all of them hold must be the same there.
+fn sources_agree(hashes: Agreement, plan: &Plan, rank: usize, lowering: &Lowering) -> Option<Line> {
+    let line = hashes.into_iter().find(|line| line.among == Members::ALL)?;
+    let is_source = plan.data_parallel_rank(Rank(rank)) == 0;
+    let value = if is_source { line.value } else { "broadcast".into() };
+    Some(Line { value, among: lowering.members(MODEL_PARALLEL).clone(), ..line })
 }
 
 /// The first rank's parameters to all ranks that hold the same. Returns how many collectives that took.
