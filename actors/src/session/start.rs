@@ -88,7 +88,7 @@ fn start(
     match config.start_params {
         StartParams::Check => lines.extend(hashes()?),
         StartParams::Broadcast if plan.model_parallel() > 1 => {
-            lines.extend(sources_agree(hashes()?, &plan, rank, &lowering))
+            lines.extend(sources_agree(hashes()?, &plan, rank, &lowering));
         }
         StartParams::Broadcast => {}
     }
