@@ -3,8 +3,8 @@
 pub(crate) use gatherflow_actors::busy::{Busy, WARNING as BUSY_WARNING};
 pub(crate) use gatherflow_actors::drill::Drill;
 pub(crate) use gatherflow_actors::plan::{
-    Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, Storage,
-    UnitId, UnitSpec,
+    Across, Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput,
+    Rank as PlanRank, ShardGroupSpec, Storage, UnitId, UnitSpec,
 };
 pub(crate) use gatherflow_actors::{
     Counters, Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session,

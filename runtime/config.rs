@@ -74,6 +74,7 @@ pub enum ScalerKind {
 pub struct Config {
     pub(crate) explicit: BTreeSet<&'static str>,
     pub(crate) ranks: Option<usize>,
+    pub(crate) model_parallel: usize,
     pub(crate) device: String,
     pub(crate) transport: String,
     pub(crate) emulate: Option<Link>,
@@ -120,6 +121,7 @@ impl Default for Config {
         Self {
             explicit: BTreeSet::new(),
             ranks: None,
+            model_parallel: 1,
             device: "cpu".into(),
             transport: "local".into(),
             emulate: None,

@@ -16,7 +16,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::actors::{Average, Busy, Element, Fnv};
-use crate::actors::{Counters, HostVerdict, ParamId, Plan, Session, Spoiled, StepRequest, StepTimes, UnitId};
+use crate::actors::{Counters, HostVerdict, ParamId, Plan, PlanRank, Session, Spoiled, StepRequest, StepTimes, UnitId};
 use crate::config::{Config, ScalerKind, Unused};
 use crate::error::Error;
 use crate::gradients::Refused;
@@ -87,6 +87,16 @@ impl Engine {
         self.plan().ranks()
     }
 
+    /// This rank's number among those that share its copy of the model, and how many they are (`model_parallel`).
+    pub fn model_parallel(&self) -> (usize, usize) {
+        (self.plan().model_parallel_rank(PlanRank(self.rank())), self.plan().model_parallel())
+    }
+
+    /// This rank's number among those that train the same part of the model on other data, and how many they are.
+    pub fn data_parallel(&self) -> (usize, usize) {
+        (self.plan().data_parallel_rank(PlanRank(self.rank())), self.plan().data_parallel())
+    }
+
     /// The number of `step` calls so far.
     pub fn steps(&self) -> u64 {
         self.shared.steps()
@@ -145,7 +155,7 @@ impl Engine {
     }
 
     /// This rank's weight (its token count, say) in the average of the next steps, until set again, with `average = "weight"`.
-    /// 0 is legal on some ranks.
+    /// 0 is legal on some ranks. Of ranks that share a copy of the model the first one's counts.
     ///
     /// # Errors
     /// Another way of averaging, or a weight that is negative or not finite.
@@ -228,7 +238,9 @@ impl Engine {
         }
         let number = self.unknown_from + possible - 1;
         let stop = self.shared.stop.carry(number);
-        let host = HostVerdict { spoiled: gradients.spoiled(), weight: self.weight, stop };
+        // The ranks that share a copy of the model have the same data: it weighs once.
+        let weight = if self.model_parallel().0 == 0 { self.weight } else { 0.0 };
+        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop };
         gradients.reset();
         tracing::debug!(
             target: "gatherflow::engine",
@@ -334,7 +346,7 @@ impl Engine {
         Ready { shared: &self.shared, param }
     }
 
-    /// A hash (FNV-1a, 64 bits) of all parameters' bytes in registration order. Equal on all ranks.
+    /// A hash (FNV-1a, 64 bits) of all parameters' bytes in registration order. Equal on all ranks that hold the same ones.
     ///
     /// # Errors
     /// The first cause of a fatal failure.

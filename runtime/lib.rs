@@ -70,7 +70,7 @@ mod shared;
 mod stop;
 
 pub use gatherflow_actors::busy::Busy;
-pub use gatherflow_actors::plan::{BucketId, ParamId, Plan, PlanError, Storage, UnitId};
+pub use gatherflow_actors::plan::{Across, BucketId, ParamId, Plan, PlanError, Storage, UnitId};
 pub use gatherflow_actors::{Counters, FirstGather, Overlap, StartParams, StepTimes};
 pub use gatherflow_kernels::verdict::{Average, OnNonFinite};
 pub use gatherflow_kernels::{DType, Element, Link};
@@ -83,7 +83,7 @@ pub use error::{Error, ErrorKind};
 pub use guard::{Grad, OwnedGrad, OwnedRead, Read, WriteMode};
 pub use half::{bf16, f16};
 pub use lr::Lr;
-pub use model::{ChunkId, Group, GroupId, Model, ModelError, ParamInfo, ParamOptions};
+pub use model::{ChunkId, Group, GroupId, Model, ModelError, ParamInfo, ParamOptions, ShardGroup, ShardGroupId};
 pub use outcome::{Outcome, StepHandle};
 pub use owned::OwnedPass;
 pub use pass::{Back, Mode, Pass, UnitGuard};

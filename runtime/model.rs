@@ -7,7 +7,9 @@ mod description;
 
 use std::collections::{HashMap, HashSet};
 
-use crate::actors::{ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroup, UnitId, UnitSpec};
+use crate::actors::{
+    Across, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroupSpec, UnitId, UnitSpec,
+};
 use crate::config::{Config, ConfigError};
 use crate::error::Error;
 
@@ -22,6 +24,31 @@ pub struct GroupId(pub u32);
 impl GroupId {
     /// The group of parameters that name none. It takes everything from the configuration.
     pub const DEFAULT: Self = Self(0);
+}
+
+/// Names a shard group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ShardGroupId(pub u32);
+
+impl ShardGroupId {
+    /// All ranks that share the model's other parameters: the group of parameters that name none.
+    pub const ALL: Self = Self(0);
+}
+
+/// A group of ranks with a d of its own, for experts: its parameters are divided among fewer ranks than the others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardGroup {
+    /// Its name, in plans and errors.
+    pub name: String,
+    /// How many consecutive ranks share one set of shards. Divides the number of ranks that the other parameters are divided
+    /// among, so that several such groups stand side by side.
+    pub ranks: usize,
+    /// What those groups hold: replicas, whose gradients are summed over all of them, or experts, which have nothing to do with
+    /// each other. Of experts, every rank of a group must start from the same values.
+    pub across: Across,
+    /// Gradients are divided by this number of ranks. `None`: by as many as add up, all of them for replicas, the group's own for
+    /// experts. Where experts see the tokens of all ranks, give the number of all ranks.
+    pub average_over: Option<usize>,
 }
 
 /// Hyperparameters of an optimizer group; what is `None` comes from the configuration.
@@ -54,14 +81,16 @@ pub struct ParamOptions {
     pub trainable: bool,
     /// Element type of its gradient; `None` takes the configuration's `grad_dtype`.
     pub grad_dtype: Option<DType>,
-    /// Each model-parallel rank holds another part of it, so each counts in the norm. Without model-parallel ranks, which
-    /// there are none of yet, it changes nothing.
+    /// Each model-parallel rank holds another part of it, so each counts in the norm. Every other parameter is the same on all
+    /// of them and must get the same gradient there. Without model-parallel ranks it changes nothing.
     pub tensor_parallel: bool,
     /// Copies of one weight carry the same name here. Only frozen ones so far: a weight that several units train is registered
     /// once and used with [`Model::use_param`].
     pub shared: Option<String>,
     /// Gets a bucket of its own.
     pub shared_embedding: bool,
+    /// Its shard group: which ranks share its shards.
+    pub shard_group: ShardGroupId,
 }
 
 impl Default for ParamOptions {
@@ -73,6 +102,7 @@ impl Default for ParamOptions {
             tensor_parallel: false,
             shared: None,
             shared_embedding: false,
+            shard_group: ShardGroupId::ALL,
         }
     }
 }
@@ -179,7 +209,7 @@ pub enum ModelError {
     /// An id that this model did not give out.
     #[error("there is no {what} {id} in this model; use the ids that its registration returned")]
     Unknown {
-        /// `chunk`, `unit`, `parameter` or `group`.
+        /// `chunk`, `unit`, `parameter`, `group` or `shard group`.
         what: &'static str,
         /// The number.
         id: u32,
@@ -234,6 +264,7 @@ pub enum ModelError {
 #[derive(Clone, Debug)]
 pub struct Model {
     pub(crate) groups: Vec<Group>,
+    shard_groups: Vec<ShardGroup>,
     chunks: u32,
     pub(crate) units: Vec<UnitInfo>,
     pub(crate) params: Vec<ParamInfo>,
@@ -253,6 +284,7 @@ impl Model {
     pub fn new() -> Self {
         Self {
             groups: vec![Group::default()],
+            shard_groups: Vec::new(),
             chunks: 0,
             units: Vec::new(),
             params: Vec::new(),
@@ -284,6 +316,12 @@ impl Model {
         }
         self.groups.push(group);
         Ok(GroupId(id))
+    }
+
+    /// A new shard group, for parameters to name. Whether it fits the ranks is checked with the plan.
+    pub fn shard_group(&mut self, group: ShardGroup) -> ShardGroupId {
+        self.shard_groups.push(group);
+        ShardGroupId(self.shard_groups.len() as u32)
     }
 
     /// A new chunk, after all others in forward order.
@@ -328,7 +366,7 @@ impl Model {
     /// A parameter with options.
     ///
     /// # Errors
-    /// As [`Model::param`], and an unknown group, and copies of one weight whose shapes disagree.
+    /// As [`Model::param`], and an unknown group or shard group, and copies of one weight whose shapes disagree.
     pub fn param_with(
         &mut self,
         unit: UnitId,
@@ -348,6 +386,9 @@ impl Model {
         let Some(numel) = numel else { return Err(ModelError::BadShape { name, shape }) };
         if options.group.0 as usize >= self.groups.len() {
             return Err(ModelError::Unknown { what: "group", id: options.group.0 });
+        }
+        if options.shard_group.0 as usize > self.shard_groups.len() {
+            return Err(ModelError::Unknown { what: "shard group", id: options.shard_group.0 });
         }
         let id = ParamId::from_index(self.params.len());
         self.check_copy(&name, &shape, &options)?;
@@ -418,18 +459,25 @@ impl Model {
             shared_embedding: p.options.shared_embedding,
             tensor_parallel: p.options.tensor_parallel,
             shared: p.options.shared.clone(),
-            shard_group: ShardGroup::AllRanks,
+            shard_group: p.options.shard_group.0 as usize,
             chunk: p.chunk.0 as usize,
         });
+        let shard_group = |group: &ShardGroup| ShardGroupSpec {
+            name: group.name.clone(),
+            ranks: group.ranks,
+            across: group.across,
+            average_over: group.average_over,
+        };
         PlanInput {
             ranks,
+            model_parallel: config.model_parallel,
+            shard_groups: self.shard_groups.iter().map(shard_group).collect(),
             chunks,
             params: params.collect(),
             groups: self.groups.len(),
             bucketing: config.bucketing(),
             alignment: config.alignment(),
             storage: config.storage,
-            model_parallel_rank: 0,
         }
     }
 

@@ -28,13 +28,38 @@ fn program(step: u64, rank: usize) -> Vec<Vec<usize>> {
 
 fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
     let net = Net::mixed(with_f16);
-    let job = Job {
+    check(&Job {
         overflow: |step, rank| step == 2 && rank == 0,
         scaler: with_f16.then(|| Scaler::new(512.0, 2, 1)),
         adam_w: !with_f16,
         ..Job::new(&net, ranks, 6, &program)
+    });
+}
+
+/// Dense parameters on all ranks beside experts and replicas that are divided among fewer.
+fn shard_groups_give_the_bits_of_the_reference(ranks: usize, of: usize) {
+    groups_give_the_bits_of_the_reference(&Net::with_experts(of), ranks, 1);
+}
+
+/// The same, and tensor-parallel parameters.
+fn model_parallel_ranks_give_the_bits_of_the_reference(ranks: usize, model_parallel: usize, of: usize) {
+    groups_give_the_bits_of_the_reference(&Net::parallel(of), ranks, model_parallel);
+}
+
+fn groups_give_the_bits_of_the_reference(net: &Net, ranks: usize, model_parallel: usize) {
+    let grouped = |step, rank| {
+        let mut microbatches = program(step, rank);
+        for units in &mut microbatches {
+            units.push(Net::EXPERTS);
+        }
+        microbatches
     };
-    let expected = serial(&job);
+    let overflow = |step, rank| step == 2 && rank == 1;
+    check(&Job { model_parallel, overflow, ..Job::new(net, ranks, 6, &grouped) });
+}
+
+fn check(job: &Job<'_>) {
+    let expected = serial(job);
     assert_eq!(expected.updated_steps(), 5, "one step is skipped");
     for mode in Setting::modes_and_storages() {
         for overlap_grad_reduce in [false, true] {
@@ -70,6 +95,36 @@ fn ranks_may_differ_in_storage() {
             }
         });
     }
+}
+
+#[test]
+fn four_ranks_with_experts_and_replicas_on_two() {
+    shard_groups_give_the_bits_of_the_reference(4, 2);
+}
+
+#[test]
+fn six_ranks_with_experts_and_replicas_on_three() {
+    shard_groups_give_the_bits_of_the_reference(6, 3);
+}
+
+#[test]
+fn two_ranks_with_experts_and_replicas_on_each() {
+    shard_groups_give_the_bits_of_the_reference(2, 1);
+}
+
+#[test]
+fn two_copies_of_the_model_on_two_ranks_each() {
+    model_parallel_ranks_give_the_bits_of_the_reference(4, 2, 1);
+}
+
+#[test]
+fn one_copy_of_the_model_on_three_ranks() {
+    model_parallel_ranks_give_the_bits_of_the_reference(3, 3, 1);
+}
+
+#[test]
+fn four_copies_of_the_model_on_two_ranks_each_with_experts_and_replicas_on_two() {
+    model_parallel_ranks_give_the_bits_of_the_reference(8, 2, 2);
 }
 
 macro_rules! on {

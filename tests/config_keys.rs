@@ -20,7 +20,8 @@ fn an_unknown_key_is_refused_with_the_nearest_one_as_a_hint() {
 
 #[test]
 fn zero_credits_and_zero_bucket_sizes_are_errors_from_text_and_builder() {
-    for key in ["credits", "credits_bytes", "bucket_size", "num_buckets", "steps_in_flight", "ranks"] {
+    for key in ["credits", "credits_bytes", "bucket_size", "num_buckets", "steps_in_flight", "ranks", "model_parallel"]
+    {
         assert!(refusal(&format!("{key} = 0")).contains(&format!("`{key}` = 0: expected")), "{key}");
     }
     assert!(Config::new().credits(Credits::Buckets(0)).validate().unwrap_err().to_string().contains("`credits` = 0"));

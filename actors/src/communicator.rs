@@ -3,7 +3,7 @@
 //! Owns the [`Sequence`] and the requests that came early. Readiness, demand and credits decide *when* the next
 //! collective is issued, never *which*. The first reduce of a step first issues all pending gathers: it asks the pre-hook
 //! to let them go. Hears from buckets (reduce, gather) and the optimizer (small, verdict); answers each with the event
-//! behind what was issued. Its digest of the order goes to the supervisor every n steps (rule O2).
+//! behind what was issued; a reduce is over with the last of the sums that follow it. Its digest of the order goes to the supervisor every n steps (rule O2).
 
 use std::collections::VecDeque;
 
@@ -121,6 +121,8 @@ impl Communicator {
             }
             let taken = match self.sequence.next() {
                 Entry::Reduce { step, bucket } => take(&mut self.reduces[bucket.0 as usize], step),
+                // Behind its reduce on the same stream, and asked for with it.
+                Entry::Sum { .. } => Some(After::new()),
                 Entry::Small { step } => take(&mut self.small, step),
                 Entry::Gather { version, bucket } => take(&mut self.gathers[bucket.0 as usize], version),
                 Entry::AwaitVerdict { .. } => None,
@@ -165,7 +167,9 @@ impl Communicator {
 fn answer(key: CollectiveKey, event: Event, actions: &mut Vec<Action>) {
     let bucket = BucketId(key.bucket);
     actions.push(Action::Send(match key.kind {
-        CollectiveKind::Reduce => Letter::Bucket(bucket, BucketMsg::ReduceIssued { step: key.version, event }),
+        CollectiveKind::Reduce | CollectiveKind::Sum => {
+            Letter::Bucket(bucket, BucketMsg::ReduceIssued { step: key.version, event })
+        }
         CollectiveKind::Gather => Letter::Bucket(bucket, BucketMsg::GatherIssued { version: key.version, event }),
         _ => Letter::Optimizer(OptimizerMsg::SmallIssued { step: key.version, event }),
     }));
@@ -200,6 +204,10 @@ impl Machine for Communicator {
                 }
             }
             CommunicatorMsg::Issued { key, event } => {
+                let reduction = matches!(key.kind, CollectiveKind::Reduce | CollectiveKind::Sum);
+                if reduction && !self.sequence.ends_reduction(&key) {
+                    return Ok(());
+                }
                 while let Some(earlier) = self.unanswered.pop_front_if(|earlier| earlier.seq < key.seq) {
                     answer(earlier, event.clone(), actions);
                 }
@@ -222,13 +230,27 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use crate::plan::JOB;
     use crate::sequence::WireBucket;
     use gatherflow_kernels::DType;
 
     /// Over three buckets; the gather order is 0, 1, 2.
     fn communicator(compare_every: u64) -> Communicator {
-        let wire = WireBucket { reduce_bytes: 8, reduce_dtype: DType::F32, gather_bytes: 4, gather_dtype: DType::Bf16 };
-        let sequence = Sequence::new((0..3).map(BucketId).collect(), vec![wire; 3], 128, 0);
+        with_sums([JOB; 2], compare_every)
+    }
+
+    /// The same, with sums behind the reduce of bucket 1.
+    fn with_sums(sums: [u32; 2], compare_every: u64) -> Communicator {
+        let wire = |bucket: u32| WireBucket {
+            reduce_bytes: 8,
+            reduce_dtype: DType::F32,
+            gather_bytes: 4,
+            gather_dtype: DType::Bf16,
+            shard_bytes: 4,
+            group: JOB,
+            sums: if bucket == 1 { sums } else { [JOB; 2] },
+        };
+        let sequence = Sequence::new((0..3).map(BucketId).collect(), (0..3).map(wire).collect(), 128, 0);
         Communicator::new(sequence, 3, compare_every)
     }
 
@@ -313,6 +335,21 @@ mod tests {
         assert!(say(&mut c, reduce(1, 2)).is_empty(), "asked already");
         assert_eq!(say(&mut c, gather(1, 1)), ["5:gather 1"]);
         assert_eq!(say(&mut c, gather(1, 2)), ["6:gather 2", "7:reduce 2", "8:reduce 1"]);
+    }
+
+    #[test]
+    fn sums_follow_their_reduce_at_once_and_the_bucket_hears_of_the_last() {
+        let mut c = with_sums([2, 4], 0);
+        assert!(say(&mut c, reduce(0, 1)).is_empty());
+        assert_eq!(say(&mut c, reduce(0, 2)), ["0:reduce 2", "1:reduce 1", "2:sum 1", "3:sum 1"]);
+        let mut heard = |kind, bucket, group| {
+            let key = CollectiveKey { seq: 0, kind, bucket, bytes: 1, dtype: DType::F32, version: 0, group };
+            say(&mut c, CommunicatorMsg::Issued { key, event: Event::done(7) }).len()
+        };
+        assert_eq!(heard(CollectiveKind::Reduce, 2, 0), 1);
+        assert_eq!(heard(CollectiveKind::Reduce, 1, 0), 0, "its sums are to come");
+        assert_eq!(heard(CollectiveKind::Sum, 1, 2), 0);
+        assert_eq!(heard(CollectiveKind::Sum, 1, 4), 1);
     }
 
     #[test]

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use gatherflow_kernels::{Cause, CollectiveKey, DeviceError, Failure, FailureKind, Link, LocalWorld, Place, clock};
+use gatherflow_kernels::{
+    Cause, CollectiveKey, DeviceError, Failure, FailureKind, Link, LocalWorld, Members, Place, clock,
+};
 use parking_lot::{Condvar, Mutex};
 
 use crate::busy::{Busy, Spell};
@@ -121,8 +123,32 @@ impl std::fmt::Debug for Inbox {
     }
 }
 
-/// What ranks must agree on before they start, line by line: `(what, value)`.
-pub type Agreement = Vec<(String, String)>;
+/// What ranks must agree on, line by line.
+pub type Agreement = Vec<Line>;
+
+/// One thing that ranks must agree on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// What it is.
+    pub what: String,
+    /// What this rank has.
+    pub value: String,
+    /// Who must have the same; this rank is one of them.
+    pub among: Members,
+}
+
+impl Line {
+    /// What all ranks must agree on.
+    pub fn new(what: impl Into<String>, value: impl Into<String>) -> Self {
+        Self { what: what.into(), value: value.into(), among: Members::ALL }
+    }
+}
+
+impl std::fmt::Display for Line {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} = {}", self.what, self.value)
+    }
+}
 
 #[derive(Debug, Default)]
 struct Meeting {
@@ -404,22 +430,18 @@ impl Control {
     }
 }
 
+/// Compares each rank's lines with those of the first rank that must have the same.
 fn first_difference(brought: &[Option<Arc<Agreement>>]) -> Option<String> {
     let all: Vec<&Arc<Agreement>> = brought.iter().flatten().collect();
-    let first = all.first()?;
-    for (rank, other) in all.iter().enumerate().skip(1) {
-        let lines = first.len().max(other.len());
-        for line in 0..lines {
-            let (mine, theirs) = (first.get(line), other.get(line));
-            if mine != theirs {
-                let show = |line: Option<&(String, String)>| {
-                    line.map_or_else(|| "nothing".to_string(), |(what, value)| format!("{what} = {value}"))
-                };
-                return Some(format!("rank 0 has {}, rank {rank} has {}", show(mine), show(theirs)));
-            }
-        }
-    }
-    None
+    let most = all.iter().map(|lines| lines.len()).max().unwrap_or(0);
+    let places = (1..all.len()).flat_map(|rank| (0..most).map(move |line| (rank, line)));
+    places.into_iter().find_map(|(rank, line)| {
+        let mine = all[rank].get(line);
+        let first = mine.and_then(|mine| mine.among.ranks(all.len()).next()).unwrap_or(0);
+        let theirs = all[first].get(line);
+        let show = |line: Option<&Line>| line.map_or_else(|| "nothing".to_string(), ToString::to_string);
+        (mine != theirs).then(|| format!("rank {first} has {}, rank {rank} has {}", show(theirs), show(mine)))
+    })
 }
 
 #[cfg(test)]
@@ -445,7 +467,7 @@ mod tests {
     }
 
     fn lines(value: &str) -> Agreement {
-        vec![("plan".into(), "a".into()), ("rule".into(), value.into())]
+        vec![Line::new("plan", "a"), Line::new("rule", value)]
     }
 
     #[test]
@@ -517,12 +539,30 @@ mod tests {
     }
 
     #[test]
+    fn some_ranks_may_have_to_agree_on_what_others_have_otherwise() {
+        let (_seats, controls) = controls(4);
+        let told = |values: [&'static str; 4]| {
+            let compare = |control: Control| {
+                let rank = control.rank();
+                let among = Members::of([rank % 2, rank % 2 + 2], 4);
+                let line = Line { among, ..Line::new("hash", values[rank]) };
+                std::thread::spawn(move || control.compare(vec![line], LONG, &|_| unreachable!()).unwrap())
+            };
+            let threads: Vec<_> = controls.iter().cloned().map(compare).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!(told(["a", "b", "a", "b"]), [None, None, None, None]);
+        let difference = Some("rank 1 has hash = b, rank 3 has hash = c".to_string());
+        assert!(told(["a", "b", "a", "c"]).iter().all(|told| *told == difference));
+    }
+
+    #[test]
     fn ranks_meet_as_often_as_they_like_and_all_hear_of_a_difference() {
         let (_seats, controls) = controls(3);
         let rounds = |control: Control| {
             let compare = move |round: usize| {
                 let value = if round == 2 && control.rank() == 1 { "other".into() } else { round.to_string() };
-                control.compare(vec![("round".into(), value)], LONG, &|_| unreachable!()).unwrap()
+                control.compare(vec![Line::new("round", value)], LONG, &|_| unreachable!()).unwrap()
             };
             std::thread::spawn(move || (0..5).map(compare).collect::<Vec<_>>())
         };

@@ -44,6 +44,9 @@ pub struct BucketMemory {
     /// Second moments.
     pub exp_avg_sq: BufRange,
     partial: BufRange,
+    ratio: f64,
+    group: u32,
+    sums: [u32; 2],
     pieces: Arc<[NormPiece]>,
     segments: Arc<[AdamSegment]>,
 }
@@ -52,6 +55,8 @@ pub struct BucketMemory {
 #[derive(Debug)]
 pub struct Lowering {
     plan: Arc<Plan>,
+    /// By division: this rank's part of it.
+    members: Vec<Members>,
     buckets: Vec<BucketMemory>,
     params: Vec<BufRange>,
     grads: Vec<Option<BufRange>>,
@@ -127,6 +132,9 @@ impl Lowering {
                 exp_avg: own(Purpose::ExpAvg(index))?,
                 exp_avg_sq: own(Purpose::ExpAvgSq(index))?,
                 partial: slot(partials, bucket.id.0 as usize, Partial::BYTES),
+                ratio: plan.gradient_ratio(bucket.id),
+                group: plan.reduce_group(bucket.id),
+                sums: plan.sum_groups(bucket.id),
                 pieces: plan.norm_pieces(Rank(rank), bucket.id).into(),
                 segments: plan.adam_segments(Rank(rank), bucket.id).into(),
             });
@@ -151,6 +159,7 @@ impl Lowering {
         }
         Ok(Self {
             plan: plan.clone(),
+            members: (0..plan.divisions()).map(|division| plan.members(Rank(rank), division)).collect(),
             buckets,
             params,
             grads,
@@ -202,6 +211,9 @@ impl Lowering {
             reduce_dtype: b.grad_dtype,
             gather_bytes: b.params.bytes() as u64,
             gather_dtype: b.dtype,
+            shard_bytes: b.reduced.bytes() as u64,
+            group: b.group,
+            sums: b.sums,
         };
         self.buckets.iter().map(wire).collect()
     }
@@ -228,6 +240,7 @@ impl Lowering {
                 push(Work::NormPartials(NormPartials {
                     grad: memory.reduced,
                     pieces: memory.pieces.clone(),
+                    ratio: memory.ratio,
                     out: memory.partial,
                 }));
             }
@@ -252,6 +265,7 @@ impl Lowering {
                     exp_avg_sq: memory.exp_avg_sq,
                     param: (memory.dtype != DType::F32).then_some((memory.send, memory.dtype)),
                     scalars: self.scalars,
+                    ratio: memory.ratio,
                     segments: memory.segments.clone(),
                     rows: rows.clone(),
                 }));
@@ -266,18 +280,19 @@ impl Lowering {
                 let memory = self.bucket(BucketId(key.bucket));
                 CollectiveOp::ReduceScatter { send: memory.grads, dtype: memory.grad_dtype, recv: memory.reduced }
             }
+            CollectiveKind::Sum => CollectiveOp::AllReduce { range: self.bucket(BucketId(key.bucket)).reduced },
             CollectiveKind::Gather => {
                 let memory = self.bucket(BucketId(key.bucket));
                 CollectiveOp::AllGather { send: memory.send, recv: memory.landing }
             }
             _ => CollectiveOp::AllGather { send: self.own_record, recv: self.records },
         };
-        Collective::new(key, self.members(&key).clone(), op)
+        Collective::new(key, self.members(key.group).clone(), op)
     }
 
-    /// Who runs a collective together with this rank.
-    pub fn members(&self, _: &CollectiveKey) -> &Members {
-        &Members::ALL
+    /// The ranks of this rank's own part of a division.
+    pub fn members(&self, division: u32) -> &Members {
+        &self.members[division as usize]
     }
 
     /// What belongs to a collective and follows it on its stream: a gather that landed in gradient memory is copied out to the

@@ -1,4 +1,4 @@
-//! The plan: the whole static layout of one model on d ranks, and the order of all collectives of a step.
+//! The plan: the whole static layout of one model on the ranks of a job, and the order of all collectives of a step.
 //!
 //! It is pure data made once, from a [`PlanInput`], without devices: [`Plan::new`] is a function of its input, so ranks
 //! with equal inputs have equal plans (they compare [`Plan::summary`] at start-up). Everybody reads it: the runtime
@@ -9,6 +9,7 @@
 //! | --- | --- | --- |
 //! | `input`, `check`, `error` | the model as registered, and what is refused | fault 9 |
 //! | `ids`, `range` | newtypes, half-open ranges | L1 |
+//! | `groups` | how the ranks are divided: data-parallel, model-parallel, shard groups | L2, T2a |
 //! | `layout` | buffers, buckets, padding, frozen parameters | L2-L5, L8, L10 |
 //! | `order` | places, gather order, what each unit needs | L9, O1, C1 |
 //! | `calls` | gathers that are issued together | C1 |
@@ -27,6 +28,7 @@ mod check;
 mod cost;
 mod describe;
 mod error;
+mod groups;
 mod ids;
 mod input;
 mod layout;
@@ -41,8 +43,9 @@ use std::collections::HashSet;
 use gatherflow_kernels::DType;
 
 pub use error::PlanError;
+pub use groups::{Across, JOB, MODEL_PARALLEL, ShardGroupPlan, ShardGroupSpec};
 pub use ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, Rank, UnitId, Version};
-pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, ShardGroup, Storage, UnitSpec};
+pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, Storage, UnitSpec};
 pub use layout::{BucketPlan, BufferPlan, FrozenPlan, Home, PARAM_ALIGN};
 pub use memory::{Allocation, Memory, Purpose};
 pub use order::UnitPlan;
@@ -70,14 +73,16 @@ pub struct ParamPlan {
     pub group: usize,
     /// Whether it is trained; frozen parameters are in no bucket.
     pub trainable: bool,
-    /// Whether norm and zero count include it on this model-parallel rank (SPEC T2a).
-    pub counted: bool,
+    /// Whether it is the first copy of a shared weight, or none (SPEC T2a).
+    pub first_copy: bool,
     /// Whether it has a bucket of its own (SPEC L10).
     pub shared_embedding: bool,
     /// Whether each model-parallel rank holds another part of it.
     pub tensor_parallel: bool,
     /// The weight it is a copy of.
     pub shared: Option<String>,
+    /// The number of its shard group.
+    pub shard_group: usize,
     /// The chunk in which it was registered.
     pub chunk: usize,
     /// Where it lives.
@@ -90,6 +95,8 @@ pub struct ParamPlan {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
     ranks: usize,
+    model_parallel: usize,
+    shard_groups: Vec<ShardGroupPlan>,
     groups: usize,
     bucketing: Bucketing,
     alignment: Alignment,
@@ -130,10 +137,11 @@ impl Plan {
                 grad_dtype: spec.grad_dtype,
                 group: spec.group,
                 trainable: spec.trainable,
-                counted: first_copy && (spec.tensor_parallel || input.model_parallel_rank == 0),
+                first_copy,
                 shared_embedding: spec.shared_embedding,
                 tensor_parallel: spec.tensor_parallel,
                 shared: spec.shared.clone(),
+                shard_group: spec.shard_group,
                 chunk: spec.chunk,
                 home,
                 units,
@@ -146,6 +154,8 @@ impl Plan {
         }));
         Ok(Self {
             ranks: input.ranks,
+            model_parallel: input.model_parallel,
+            shard_groups: layout.shard_groups,
             groups: input.groups,
             bucketing: input.bucketing,
             alignment: input.alignment,
@@ -163,7 +173,7 @@ impl Plan {
         .with_gather_calls(0))
     }
 
-    /// d: the number of ranks that share one set of shards.
+    /// The number of ranks of the job.
     pub fn ranks(&self) -> usize {
         self.ranks
     }

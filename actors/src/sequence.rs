@@ -1,12 +1,12 @@
 //! The order of all collectives of a rank (rule O1) and its running digest (rule O2).
 //!
-//! A pure function of the plan and the verdicts: per step the reduces by place descending, the small all-gather, and, if
-//! the step was updated, the gathers by place ascending. Nothing here decides *when*; the cursor only says which is next.
+//! A pure function of the plan and the verdicts: per step the reduces by place descending, each followed by the sums of its
+//! reduced shard over other groups, the small all-gather, and, if the step was updated, the gathers by place ascending. Nothing here decides *when*; the cursor only says which is next.
 
 use gatherflow_kernels::fnv::Fnv;
 use gatherflow_kernels::{CollectiveKey, CollectiveKind, DType};
 
-use crate::plan::BucketId;
+use crate::plan::{BucketId, JOB};
 
 /// What one bucket's collectives look like to ranks that compare them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +19,18 @@ pub struct WireBucket {
     pub gather_bytes: u64,
     /// Element type of the gather.
     pub gather_dtype: DType,
+    /// Bytes of this rank's reduced shard.
+    pub shard_bytes: u64,
+    /// The division of the ranks over which it is reduced and gathered.
+    pub group: u32,
+    /// The divisions over which its reduced shards are summed, one after the other; [`JOB`] is none.
+    pub sums: [u32; 2],
+}
+
+impl WireBucket {
+    fn sum(&self, index: usize) -> Option<u32> {
+        self.sums.get(index).copied().filter(|group| *group != JOB)
+    }
 }
 
 /// Which collective comes next.
@@ -30,6 +42,15 @@ pub enum Entry {
         step: u64,
         /// Which bucket.
         bucket: BucketId,
+    },
+    /// The sum of a bucket's reduced shard over the ranks of other groups that hold the same one.
+    Sum {
+        /// The step.
+        step: u64,
+        /// Which bucket.
+        bucket: BucketId,
+        /// The division of the ranks.
+        group: u32,
     },
     /// The small all-gather of this step.
     Small {
@@ -53,6 +74,8 @@ pub enum Entry {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Phase {
     Reduces(u32),
+    /// The sums behind a reduce: its index, and that of the next sum.
+    Sums(u32, usize),
     Small,
     Verdict,
     Gathers(u32),
@@ -98,8 +121,11 @@ impl Sequence {
     /// What is next.
     pub fn next(&self) -> Entry {
         match self.phase {
-            Phase::Reduces(i) => {
-                Entry::Reduce { step: self.step, bucket: self.order[self.order.len() - 1 - i as usize] }
+            Phase::Reduces(i) => Entry::Reduce { step: self.step, bucket: self.reduced(i) },
+            Phase::Sums(i, sum) => {
+                let bucket = self.reduced(i);
+                let group = self.wire[bucket.0 as usize].sum(sum).unwrap_or(JOB);
+                Entry::Sum { step: self.step, bucket, group }
             }
             Phase::Small => Entry::Small { step: self.step },
             Phase::Verdict => Entry::AwaitVerdict { step: self.step },
@@ -107,35 +133,63 @@ impl Sequence {
         }
     }
 
+    /// The bucket of the `i`th reduce of a step.
+    fn reduced(&self, i: u32) -> BucketId {
+        self.order[self.order.len() - 1 - i as usize]
+    }
+
     /// Moves past the next collective and returns what ranks compare; `None` while the verdict is awaited.
     pub fn advance(&mut self) -> Option<CollectiveKey> {
         let entry = self.next();
         let buckets = self.order.len() as u32;
-        let (kind, bucket, bytes, dtype, version) = match entry {
+        let (kind, bucket, bytes, dtype, version, group) = match entry {
             Entry::Reduce { step, bucket } => {
                 let wire = self.wire[bucket.0 as usize];
-                (CollectiveKind::Reduce, bucket.0, wire.reduce_bytes, wire.reduce_dtype, step)
+                (CollectiveKind::Reduce, bucket.0, wire.reduce_bytes, wire.reduce_dtype, step, wire.group)
+            }
+            Entry::Sum { step, bucket, group } => {
+                let bytes = self.wire[bucket.0 as usize].shard_bytes;
+                (CollectiveKind::Sum, bucket.0, bytes, DType::F32, step, group)
             }
             Entry::Small { step } => {
-                (CollectiveKind::Small, CollectiveKey::NO_BUCKET, self.small_bytes, DType::F32, step)
+                (CollectiveKind::Small, CollectiveKey::NO_BUCKET, self.small_bytes, DType::F32, step, JOB)
             }
             Entry::AwaitVerdict { .. } => return None,
             Entry::Gather { version, bucket } => {
                 let wire = self.wire[bucket.0 as usize];
-                (CollectiveKind::Gather, bucket.0, wire.gather_bytes, wire.gather_dtype, version)
+                (CollectiveKind::Gather, bucket.0, wire.gather_bytes, wire.gather_dtype, version, wire.group)
             }
         };
         self.phase = match self.phase {
-            Phase::Reduces(i) if i + 1 < buckets => Phase::Reduces(i + 1),
-            Phase::Reduces(_) => Phase::Small,
+            Phase::Reduces(i) => self.after_reduce(i, 0),
+            Phase::Sums(i, sum) => self.after_reduce(i, sum + 1),
             Phase::Small | Phase::Verdict => Phase::Verdict,
             Phase::Gathers(i) if i + 1 < buckets => Phase::Gathers(i + 1),
             Phase::Gathers(_) => self.next_step(),
         };
-        let key = CollectiveKey { seq: self.seq, kind, bucket, bytes, dtype, version, group: 0 };
+        let key = CollectiveKey { seq: self.seq, kind, bucket, bytes, dtype, version, group };
         self.seq += 1;
         self.digest = digest_of(self.digest, &key);
         Some(key)
+    }
+
+    /// What follows a reduce and so many sums.
+    fn after_reduce(&self, i: u32, sums: usize) -> Phase {
+        match self.wire[self.reduced(i).0 as usize].sum(sums) {
+            Some(_) => Phase::Sums(i, sums),
+            None if i + 1 < self.order.len() as u32 => Phase::Reduces(i + 1),
+            None => Phase::Small,
+        }
+    }
+
+    /// Whether this collective, a reduce or a sum, is the last one that belongs to the reduction of its bucket.
+    pub fn ends_reduction(&self, key: &CollectiveKey) -> bool {
+        let sums = self.wire.get(key.bucket as usize).into_iter().flat_map(|wire| wire.sums);
+        let last = sums.rev().find(|group| *group != JOB);
+        match key.kind {
+            CollectiveKind::Sum => last == Some(key.group),
+            _ => last.is_none(),
+        }
     }
 
     /// The verdict of `step`: with it the sequence goes on with gathers or with the next step. `false` if it is not awaited.
@@ -181,8 +235,20 @@ mod tests {
     use super::*;
 
     fn sequence(buckets: u32) -> Sequence {
-        let wire = WireBucket { reduce_bytes: 8, reduce_dtype: DType::F32, gather_bytes: 4, gather_dtype: DType::Bf16 };
-        Sequence::new((0..buckets).map(BucketId).collect(), vec![wire; buckets as usize], 128, 0)
+        with_sums(&vec![[JOB; 2]; buckets as usize])
+    }
+
+    fn with_sums(sums: &[[u32; 2]]) -> Sequence {
+        let wire = |sums: &[u32; 2]| WireBucket {
+            reduce_bytes: 8,
+            reduce_dtype: DType::F32,
+            gather_bytes: 4,
+            gather_dtype: DType::Bf16,
+            shard_bytes: 4,
+            group: 1,
+            sums: *sums,
+        };
+        Sequence::new((0..sums.len() as u32).map(BucketId).collect(), sums.iter().map(wire).collect(), 128, 0)
     }
 
     fn names(sequence: &mut Sequence, verdicts: &[bool]) -> Vec<String> {
@@ -192,6 +258,7 @@ mod tests {
                 while let Some(key) = sequence.advance() {
                     names.push(match key.kind {
                         CollectiveKind::Small => "small".to_string(),
+                        CollectiveKind::Sum => format!("sum{} over {}", key.bucket, key.group),
                         kind => format!("{kind:?}{}", key.bucket).to_lowercase(),
                     });
                     if sequence.step() > step as u64 {
@@ -213,6 +280,23 @@ mod tests {
     fn reduces_descend_then_the_small_one_then_gathers_ascend() {
         let got = names(&mut sequence(3), &[true]);
         assert_eq!(got, ["reduce2", "reduce1", "reduce0", "small", "gather0", "gather1", "gather2"]);
+    }
+
+    #[test]
+    fn each_reduce_is_followed_by_the_sums_over_other_groups() {
+        let got = names(&mut with_sums(&[[2, 4], [JOB, JOB], [4, JOB]]), &[false, true]);
+        let reduces = ["reduce2", "sum2 over 4", "reduce1", "reduce0", "sum0 over 2", "sum0 over 4", "small"];
+        assert_eq!(got[..7], reduces);
+        assert_eq!(got[7..14], reduces);
+        assert_eq!(got[14..], ["gather0", "gather1", "gather2"]);
+    }
+
+    #[test]
+    fn the_last_sum_or_the_lone_reduce_ends_a_reduction() {
+        let mut sequence = with_sums(&[[2, 4], [JOB, JOB]]);
+        let keys: Vec<_> = (0..4).filter_map(|_| sequence.advance()).collect();
+        let ends: Vec<bool> = keys.iter().map(|key| sequence.ends_reduction(key)).collect();
+        assert_eq!(ends, [true, false, false, true], "reduce 1; reduce 0 and its two sums");
     }
 
     #[test]

@@ -176,7 +176,7 @@ impl WatchState {
             });
         }
         let rank = hands.control.rank();
-        let members = hands.lowering.members(&key);
+        let members = hands.lowering.members(key.group);
         for (peer, spell) in busy_peers(now, &key, members, rank, &views) {
             if self.warnings.take_due(peer, since.max(spell.since_ns), now) {
                 let left_s = Duration::from_nanos(spell.until_ns - now).as_secs();

@@ -34,20 +34,25 @@ fn a_plain_run_is_clean_in_every_mode_and_storage() {
             (true, FirstGather::ZeroGrad),
             (true, FirstGather::Forward),
         ] {
-            let scenario = Scenario { overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
-            let scenario = scenario.stored(storage);
-            let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}, {storage}: {v}"));
-            let buckets = scenario.plan().buckets().len();
-            assert!(buckets > 3);
-            let updated = scenario.steps as usize - scenario.skipped.len();
-            assert_eq!(summary.gathers, buckets * updated, "{overlap:?}");
-            assert_eq!(summary.reduces, buckets * scenario.steps as usize, "{overlap:?}");
-            assert_eq!(summary.smalls, scenario.steps as usize);
-            let in_calls = Scenario { call_bytes: 2_000, ..scenario };
-            let plan = in_calls.plan();
-            assert!(1 < plan.calls() && plan.calls() < buckets);
-            let together = check(&in_calls).unwrap_or_else(|v| panic!("{overlap:?} in calls: {v}"));
-            assert_eq!((together.gathers, together.reduces), (summary.gathers, summary.reduces));
+            for shape in [Scenario::plain().shape, Shape::grouped()] {
+                let scenario = Scenario { shape, overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
+                let scenario = scenario.stored(storage);
+                let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}, {storage}: {v}"));
+                let plan = scenario.plan();
+                let (buckets, steps) = (plan.buckets().len(), scenario.steps as usize);
+                assert!(buckets > 3);
+                let updated = steps - scenario.skipped.len();
+                assert_eq!(summary.gathers, buckets * updated, "{overlap:?}");
+                assert_eq!(summary.reduces, buckets * steps, "{overlap:?}");
+                let sums = plan.buckets().iter().flat_map(|b| plan.sum_groups(b.id)).filter(|group| *group > 0);
+                assert_eq!(summary.sums, sums.count() * steps, "{overlap:?}");
+                assert_eq!(summary.smalls, steps);
+                let in_calls = Scenario { call_bytes: 2_000, ..scenario };
+                let plan = in_calls.plan();
+                assert!(1 < plan.calls() && plan.calls() < buckets);
+                let together = check(&in_calls).unwrap_or_else(|v| panic!("{overlap:?} in calls: {v}"));
+                assert_eq!((together.gathers, together.reduces), (summary.gathers, summary.reduces));
+            }
         }
     }
 }

@@ -52,7 +52,8 @@ fn plan(case: &Value) -> Plan {
             .map_or(Bucketing::Whole, |n| Bucketing::Size(usize::try_from(n).unwrap())),
         alignment: Alignment::Standard,
         storage: Storage::Views,
-        model_parallel_rank: 0,
+        model_parallel: 1,
+        shard_groups: Vec::new(),
     };
     Plan::new(&input).unwrap()
 }

@@ -36,12 +36,15 @@ fn digests(scenario: &Scenario, device: &str) -> Vec<u64> {
 fn digests_agree_in_every_mode_and_equal_the_plain_loops() {
     for overlap in [Overlap::None, Overlap::Chain, Overlap::Window] {
         for issue_on_thread in [false, true] {
-            let forward_seed = Some(7);
-            let scenario = Scenario { overlap, issue_on_thread, forward_seed, unused: 20, ..Scenario::plain() };
-            let threads = digests(&scenario, "cpu");
-            let inline = scenario.run_on_null().digests;
-            assert_eq!(threads, inline, "{overlap:?}, issuing thread {issue_on_thread}");
-            assert_eq!(threads[0], threads[1]);
+            for shape in [Scenario::plain().shape, Shape::grouped()] {
+                let forward_seed = Some(7);
+                let scenario =
+                    Scenario { shape, overlap, issue_on_thread, forward_seed, unused: 20, ..Scenario::plain() };
+                let threads = digests(&scenario, "cpu");
+                let inline = scenario.run_on_null().digests;
+                assert_eq!(threads, inline, "{overlap:?}, issuing thread {issue_on_thread}");
+                assert!(threads.iter().all(|digest| *digest == threads[0]));
+            }
         }
     }
 }

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Purpose, Range, Rank,
-    Storage, UnitId, UnitSpec,
+    Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Purpose, Range, Rank,
+    ShardGroupSpec, Storage, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
 
@@ -23,7 +23,8 @@ fn input(ranks: usize, params: Vec<ParamSpec>, chunks: &[&[&[u32]]]) -> PlanInpu
         bucketing: Bucketing::Whole,
         alignment: Alignment::Standard,
         storage: Storage::Views,
-        model_parallel_rank: 0,
+        model_parallel: 1,
+        shard_groups: Vec::new(),
     }
 }
 
@@ -218,17 +219,40 @@ fn the_norm_counts_first_copies_and_leaves_duplicates_to_model_parallel_rank_0()
     let parallel = ParamSpec { tensor_parallel: true, ..bf16("tp", 4) };
     let parallel_copy = |name: &str| ParamSpec { tensor_parallel: true, shared: Some("tied".into()), ..bf16(name, 4) };
     let params = vec![copy("in"), bf16("w", 4), parallel, copy("out"), parallel_copy("x"), parallel_copy("y")];
-    let mut input = input(1, params, &[&[&[0, 1, 2, 3, 4, 5]]]);
-    let counted = |input: &PlanInput| -> Vec<u32> {
-        let pieces = Plan::new(input).unwrap().norm_pieces(Rank(0), BucketId(0));
+    let mut input = input(2, params, &[&[&[0, 1, 2, 3, 4, 5]]]);
+    input.model_parallel = 2;
+    let plan = Plan::new(&input).unwrap();
+    let counted = |rank: usize| -> Vec<u32> {
+        let pieces = plan.norm_pieces(Rank(rank), BucketId(0));
         let mut counted: Vec<u32> = pieces.iter().filter(|p| p.counted).map(|p| p.param).collect();
         assert_eq!(pieces.len(), 6, "the non-finite search reads all of them");
         counted.sort_unstable();
         counted
     };
-    assert_eq!(counted(&input), [0, 1, 2, 4]);
-    input.model_parallel_rank = 1;
-    assert_eq!(counted(&input), [2, 4]);
+    assert_eq!((counted(0), counted(1)), (vec![0, 1, 2, 4], vec![2, 4]));
+}
+
+#[test]
+fn experts_have_buffers_of_their_own_cut_for_their_own_d() {
+    let of = |name: &str, numel, shard_group| ParamSpec { shard_group, ..f32(name, numel) };
+    let params = vec![of("dense", 100, 0), of("expert", 100, 1), of("expert b", 10, 1), of("mirrored", 5, 2)];
+    let mut input = input(6, params, &[&[&[0, 1, 2, 3]]]);
+    let group = |name: &str, ranks, across| ShardGroupSpec { name: name.into(), ranks, across, average_over: None };
+    input.shard_groups = vec![group("experts", 2, Across::Experts), group("mirrors", 3, Across::Replicas)];
+    let plan = Plan::new(&input).unwrap();
+    let cut: Vec<_> = plan.buckets().iter().map(|b| (b.numel(), b.shard_numel, b.params.clone())).collect();
+    // Ends at multiples of lcm(6, 128), lcm(2, 128) and lcm(3, 128).
+    let [dense, expert, other, mirrored] = [0, 1, 2, 3].map(ParamId);
+    assert_eq!(cut, [(384, 64, vec![dense]), (256, 128, vec![other, expert]), (384, 128, vec![mirrored])]);
+    let members = |rank, group| plan.members(Rank(rank), group).ranks(6).collect::<Vec<_>>();
+    let within = |rank, bucket| members(rank, plan.reduce_group(BucketId(bucket)));
+    assert_eq!((within(3, 0), within(3, 1), within(3, 2)), ((0..6).collect(), vec![2, 3], vec![3, 4, 5]));
+    assert_eq!(plan.sum_groups(BucketId(1)), [0, 0], "experts differ from group to group");
+    assert_eq!(members(4, plan.sum_groups(BucketId(2))[0]), [1, 4]);
+    // Experts average over their own two ranks, replicas over all six.
+    assert_eq!([0, 1, 2].map(|b| plan.gradient_ratio(BucketId(b)) as u32), [1, 3, 1]);
+    let text = plan.describe();
+    assert!(text.contains("experts") && text.contains("mirrors"), "{text}");
 }
 
 #[test]

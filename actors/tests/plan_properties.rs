@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Alignment, BucketId, Bucketing, ChunkSpec, Home, PARAM_ALIGN, ParamId, ParamSpec, Plan, PlanInput, Purpose, Rank,
-    Storage, UnitId, UnitSpec,
+    Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, PARAM_ALIGN, ParamId, ParamSpec, Plan, PlanInput, Purpose,
+    Rank, ShardGroupSpec, Storage, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
 use proptest::prelude::*;
@@ -23,18 +23,23 @@ fn param() -> impl Strategy<Value = ParamSpec> {
         2 => (1_usize..3000).prop_map(|n| vec![n]),
     ];
     let marks = (prop::bool::weighted(0.9), prop::bool::weighted(0.1), any::<bool>());
-    (size, 0..DTYPES.len(), 0_usize..3, marks, 0_usize..3).prop_map(|(shape, dtypes, group, marks, chunk)| ParamSpec {
-        grad_dtype: DTYPES[dtypes].1,
-        group,
-        trainable: marks.0,
-        shared_embedding: marks.1,
-        tensor_parallel: marks.2,
-        chunk,
-        ..ParamSpec::new("", shape, DTYPES[dtypes].0)
-    })
+    let shard_group = prop_oneof![3 => Just(0_usize), 1 => Just(1), 1 => Just(2)];
+    (size, 0..DTYPES.len(), 0_usize..3, marks, 0_usize..3, shard_group).prop_map(
+        |(shape, dtypes, group, marks, chunk, shard_group)| ParamSpec {
+            grad_dtype: DTYPES[dtypes].1,
+            group,
+            trainable: marks.0,
+            shared_embedding: marks.1,
+            tensor_parallel: marks.2,
+            chunk,
+            shard_group,
+            ..ParamSpec::new("", shape, DTYPES[dtypes].0)
+        },
+    )
 }
 
-/// Three chunks of up to five units; every parameter is used by one to three of them, anywhere.
+/// Three chunks of up to five units; every parameter is used by one to three of them, anywhere. Two shard groups beside the
+/// one of all ranks, replicated and of experts.
 fn model() -> impl Strategy<Value = PlanInput> {
     let users = prop::collection::vec(any::<prop::sample::Index>(), 1..4);
     let params = prop::collection::vec((param(), users), 0..24);
@@ -47,8 +52,20 @@ fn model() -> impl Strategy<Value = PlanInput> {
     let alignment =
         prop_oneof![9 => Just(Alignment::Standard), 1 => Just(Alignment::Bandwidth), 3 => Just(Alignment::Reference)];
     let units = prop::collection::vec(1_usize..6, 3);
-    (1_usize..=24, params, units, bucketing, alignment, 0_usize..2).prop_map(
-        |(ranks, params, units, bucketing, alignment, model_parallel_rank)| {
+    let ranks = (1_usize..=24, 1_usize..=3, any::<[prop::sample::Index; 2]>());
+    (ranks, params, units, bucketing, alignment).prop_map(
+        |((d, model_parallel, sizes), params, units, bucketing, alignment)| {
+            let divisors: Vec<usize> = (1..=d).filter(|n| d.is_multiple_of(*n)).collect();
+            let of = |name: &str, size: prop::sample::Index, across| ShardGroupSpec {
+                name: name.into(),
+                ranks: *size.get(&divisors),
+                across,
+                average_over: None,
+            };
+            let [replicated, experts] = sizes;
+            let shard_groups =
+                vec![of("replicated", replicated, Across::Replicas), of("experts", experts, Across::Experts)];
+            let ranks = d * model_parallel;
             let places: Vec<(usize, usize)> =
                 units.iter().enumerate().flat_map(|(c, &n)| (0..n).map(move |u| (c, u))).collect();
             let unit = |name| UnitSpec { name, params: Vec::new() };
@@ -63,27 +80,19 @@ fn model() -> impl Strategy<Value = PlanInput> {
                 param
             });
             let params = params.collect();
-            PlanInput {
-                ranks,
-                chunks,
-                params,
-                groups: 3,
-                bucketing,
-                alignment,
-                storage: Storage::Views,
-                model_parallel_rank,
-            }
+            let storage = Storage::Views;
+            PlanInput { ranks, model_parallel, shard_groups, chunks, params, groups: 3, bucketing, alignment, storage }
         },
     )
 }
 
-fn end_align(input: &PlanInput) -> usize {
+fn end_align(input: &PlanInput, d: usize) -> usize {
     let base = match input.alignment {
         Alignment::Bandwidth => 65_536,
         Alignment::Reference => 1,
         _ => 128,
     };
-    (1..=input.ranks).map(|n| n * base).find(|n| n.is_multiple_of(input.ranks)).unwrap()
+    (1..=d).map(|n| n * base).find(|n| n.is_multiple_of(d)).unwrap()
 }
 
 fn all_ranks(plan: &Plan) -> impl Iterator<Item = Rank> + use<> {
@@ -108,8 +117,8 @@ proptest! {
                 prop_assert_eq!(range.len(), plan_of.numel);
                 let buffer = plan.buffer(bucket.buffer);
                 prop_assert_eq!(
-                    (plan_of.chunk, plan_of.dtype, plan_of.grad_dtype),
-                    (buffer.chunk, buffer.dtype, buffer.grad_dtype)
+                    (plan_of.chunk, plan_of.shard_group, plan_of.dtype, plan_of.grad_dtype),
+                    (buffer.chunk, buffer.shard_group, buffer.dtype, buffer.grad_dtype)
                 );
             }
         }
@@ -146,9 +155,10 @@ proptest! {
     #[test]
     fn buckets_tile_their_buffer_and_everything_is_aligned(input in model()) {
         let plan = Plan::new(&input).unwrap();
-        let align = end_align(&input);
         let mut next = 0;
         for buffer in plan.buffers() {
+            let d = plan.shard_groups()[buffer.shard_group].ranks;
+            let align = end_align(&input, d);
             let (mut at, mut owned) = (0, 0);
             for id in buffer.buckets() {
                 prop_assert_eq!(id.index(), next);
@@ -156,7 +166,7 @@ proptest! {
                 let bucket = plan.bucket(id);
                 prop_assert_eq!(bucket.range.start, at);
                 prop_assert_eq!(bucket.shard_start, owned);
-                prop_assert_eq!(bucket.shard_numel * plan.ranks(), bucket.numel());
+                prop_assert_eq!(bucket.shard_numel * d, bucket.numel());
                 prop_assert!(bucket.range.end.is_multiple_of(align));
                 prop_assert!(bucket.numel() - bucket.numel_unpadded < align);
                 at = bucket.range.end;
@@ -203,12 +213,17 @@ proptest! {
     }
 
     #[test]
-    fn the_shards_of_all_ranks_cover_every_element_once(input in model()) {
+    fn the_shards_of_each_group_cover_every_element_once(input in model()) {
         let plan = Plan::new(&input).unwrap();
-        let mut covered: Vec<Vec<u8>> = plan.params().iter().map(|p| vec![0; p.numel]).collect();
-        for bucket in plan.buckets() {
+        let mut covered: Vec<Vec<u32>> = plan.params().iter().map(|p| vec![0; p.numel]).collect();
+        let mut groups = vec![0; plan.params().len()];
+        for (bucket, first) in plan.buckets().iter().flat_map(|b| all_ranks(&plan).map(move |rank| (b, rank))) {
             let mut at = bucket.range.start;
-            for rank in all_ranks(&plan) {
+            if plan.slot(first, bucket.id) > 0 {
+                continue;
+            }
+            bucket.params.iter().for_each(|p| groups[p.index()] += 1);
+            for rank in plan.members(first, plan.reduce_group(bucket.id)).ranks(plan.ranks()).map(Rank) {
                 let shard = plan.shard(rank, bucket.id);
                 prop_assert_eq!(shard.start, at);
                 at = shard.end;
@@ -229,8 +244,10 @@ proptest! {
             }
             prop_assert_eq!(at, bucket.range.end);
         }
-        for (param, covered) in plan.params().iter().zip(covered) {
-            prop_assert!(covered.iter().all(|&n| n == u8::from(param.trainable)), "{}", param.name);
+        for ((param, covered), groups) in plan.params().iter().zip(covered).zip(groups) {
+            let expected = plan.ranks() / plan.shard_groups()[param.shard_group].ranks;
+            prop_assert_eq!(groups, if param.trainable { expected as u32 } else { 0 });
+            prop_assert!(covered.iter().all(|&n| n == groups), "{}", param.name);
         }
     }
 
@@ -288,7 +305,6 @@ proptest! {
                     let spec = &input.params[piece.param.index()];
                     prop_assert_eq!((norm.start, norm.end), (piece.in_shard.start, piece.in_shard.end));
                     prop_assert_eq!(norm.param, piece.param.0);
-                    prop_assert_eq!(norm.counted, spec.tensor_parallel || input.model_parallel_rank == 0);
                     let inside: Vec<_> =
                         adam.iter().filter(|s| s.start <= norm.start && norm.end <= s.end).map(|s| s.group).collect();
                     prop_assert_eq!(inside, vec![spec.group]);
@@ -296,6 +312,47 @@ proptest! {
                 prop_assert!(adam.windows(2).all(|w| w[0].end <= w[1].start && w[0].group != w[1].group), "runs are merged");
                 prop_assert_eq!(adam.first().map(|s| s.start), owned.first().map(|p| p.in_shard.start));
                 prop_assert_eq!(adam.last().map(|s| s.end), owned.last().map(|p| p.in_shard.end));
+            }
+        }
+    }
+
+    #[test]
+    fn the_norm_counts_each_logical_element_once(input in model()) {
+        let plan = Plan::new(&input).unwrap();
+        let mut counted = vec![0; plan.params().len()];
+        for (bucket, rank) in plan.buckets().iter().flat_map(|b| all_ranks(&plan).map(move |rank| (b, rank))) {
+            for piece in plan.norm_pieces(rank, bucket.id).iter().filter(|piece| piece.counted) {
+                counted[piece.param as usize] += piece.end - piece.start;
+            }
+        }
+        for (param, counted) in plan.params().iter().zip(counted) {
+            let parts = if param.tensor_parallel { input.model_parallel } else { 1 };
+            let group = &plan.shard_groups()[param.shard_group];
+            let experts = if group.across == Across::Experts { plan.data_parallel() / group.ranks } else { 1 };
+            let logical = if param.trainable { param.numel * parts * experts } else { 0 };
+            prop_assert_eq!(counted, logical, "{}", &param.name);
+        }
+    }
+
+    #[test]
+    fn every_rank_is_in_one_part_of_each_division_and_sums_meet_equal_shards(input in model()) {
+        let plan = Plan::new(&input).unwrap();
+        for (division, rank) in (0..plan.divisions()).flat_map(|n| all_ranks(&plan).map(move |rank| (n, rank))) {
+            let members = plan.members(rank, division);
+            prop_assert!(members.slot_of(rank.0).is_some());
+            for other in members.ranks(plan.ranks()) {
+                prop_assert_eq!(&plan.members(Rank(other), division), &members);
+            }
+        }
+        for (bucket, rank) in plan.buckets().iter().flat_map(|b| all_ranks(&plan).map(move |rank| (b.id, rank))) {
+            let members = |group| plan.members(rank, group).ranks(plan.ranks()).map(Rank).collect::<Vec<_>>();
+            let within = members(plan.reduce_group(bucket));
+            prop_assert!(within.iter().enumerate().all(|(slot, rank)| plan.slot(*rank, bucket) == slot));
+            for group in plan.sum_groups(bucket).into_iter().filter(|group| *group > 0) {
+                for other in members(group) {
+                    prop_assert_eq!(plan.shard(other, bucket), plan.shard(rank, bucket));
+                    prop_assert!(other == rank || !within.contains(&other));
+                }
             }
         }
     }
@@ -320,6 +377,7 @@ proptest! {
         let mut expected = 32 * plan.buckets().len() + 64 * plan.ranks() + 64;
         for buffer in plan.buffers() {
             let (index, grad) = (buffer.index, buffer.grad_dtype.bytes());
+            let d = plan.shard_groups()[buffer.shard_group].ranks;
             let f32s = 2 + usize::from(buffer.dtype != DType::F32) + usize::from(buffer.grad_dtype != DType::F32);
             expected += buffer.numel * (buffer.dtype.bytes() + grad) + buffer.owned_numel * 4 * f32s;
             prop_assert_eq!(memory.get(Purpose::Master(index)).is_some(), buffer.dtype != DType::F32);
@@ -333,7 +391,7 @@ proptest! {
             }
             for (param, end) in buffer.params.iter().zip(&grads) {
                 let range = plan.param(*param).home.range().bytes(grad);
-                prop_assert!(range.end <= *end && end - range.len() <= range.start + end_align(&input) * grad);
+                prop_assert!(range.end <= *end && end - range.len() <= range.start + end_align(&input, d) * grad);
             }
         }
         for frozen in plan.frozen() {
@@ -357,8 +415,9 @@ proptest! {
         prop_assert_eq!(&a, &b);
         prop_assert_eq!(a.fingerprint(), b.fingerprint());
         prop_assert!(a.agrees_with(Rank(1), &b.summary()).is_ok());
-        let other_rank = PlanInput { model_parallel_rank: 7, ..input.clone() };
-        prop_assert_eq!(Plan::new(&other_rank).unwrap().fingerprint(), a.fingerprint());
+        let mut regrouped = input.clone();
+        regrouped.shard_groups[0].average_over = Some(77);
+        prop_assert_ne!(Plan::new(&regrouped).unwrap().fingerprint(), a.fingerprint());
         if !input.params.is_empty() {
             let mut renamed = input.clone();
             renamed.params[0].name.push('x');

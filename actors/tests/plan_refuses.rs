@@ -2,7 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Rank, ShardGroup, Storage, UnitSpec,
+    Across, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Rank, ShardGroupSpec, Storage,
+    UnitSpec,
 };
 use gatherflow_kernels::DType;
 
@@ -18,7 +19,8 @@ fn input() -> PlanInput {
         bucketing: Bucketing::Default,
         alignment: gatherflow_actors::plan::Alignment::Standard,
         storage: Storage::Views,
-        model_parallel_rank: 0,
+        model_parallel: 1,
+        shard_groups: Vec::new(),
     }
 }
 
@@ -132,8 +134,21 @@ fn bucket_sizes_and_numbers_of_zero_are_refused() {
 }
 
 #[test]
-fn shard_groups_are_refused_by_name() {
-    refused(&["`w`", "`experts`", "all ranks"], |i| i.params[0].shard_group = ShardGroup::Named("experts".into()));
+fn ranks_that_groups_or_copies_of_the_model_cannot_share_are_refused() {
+    let experts = |ranks| ShardGroupSpec { name: "experts".into(), ranks, across: Across::Experts, average_over: None };
+    refused(&["`w`", "shard group 1", "0 besides"], |i| i.params[0].shard_group = 1);
+    for ranks in [0, 3, 4] {
+        refused(&["`experts`", &format!("of {ranks} ranks"), "divide the 2"], |i| {
+            i.shard_groups = vec![experts(ranks)];
+        });
+    }
+    refused(&["`experts`", "twice"], |i| i.shard_groups = vec![experts(1), experts(2)]);
+    refused(&["`experts`", "over 0 ranks"], |i| {
+        i.shard_groups = vec![ShardGroupSpec { average_over: Some(0), ..experts(1) }];
+    });
+    for model_parallel in [0, 3, 4] {
+        refused(&["2 ranks", &format!("by {model_parallel}")], |i| i.model_parallel = model_parallel);
+    }
 }
 
 #[test]

@@ -80,7 +80,8 @@ fn plan(buckets: u32) -> Plan {
         bucketing: Bucketing::Size(1),
         alignment: Alignment::default(),
         storage: Storage::Views,
-        model_parallel_rank: 0,
+        model_parallel: 1,
+        shard_groups: Vec::new(),
     };
     let plan = Plan::new(&input).expect("a legal model");
     assert_eq!(plan.buckets().len(), buckets as usize, "one parameter per bucket");

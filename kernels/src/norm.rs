@@ -55,6 +55,12 @@ impl Partial {
         bytes
     }
 
+    /// What it would be if every gradient were multiplied by `ratio`: f64 and rounded at the end only.
+    #[must_use]
+    pub fn scaled(self, ratio: f64) -> Self {
+        Self { sum_squares: self.sum_squares * (ratio * ratio), max_abs: self.max_abs * ratio, ..self }
+    }
+
     /// The inverse of [`Partial::to_bytes`].
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         let [a, b, c, d] = words(bytes);

@@ -127,8 +127,8 @@ pub enum ScalerRule {
 /// The scalars of a step on the device: [`Scalars::BYTES`] bytes, read by Adam, updated by the verdict.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scalars {
-    /// Multiply every gradient by this: average, unscale and clip in one, formed in f64 and rounded once.
-    pub factor: f32,
+    /// Multiply every gradient by this: average, unscale and clip in one, formed in f64. Adam rounds it to f32, once.
+    pub factor: f64,
     /// Adam does nothing.
     pub skip: bool,
     /// The loss scale of the *next* step.

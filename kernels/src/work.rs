@@ -75,6 +75,8 @@ pub struct NormPartials {
     pub grad: BufRange,
     /// The owned pieces of parameters in it, ascending.
     pub pieces: Arc<[NormPiece]>,
+    /// Every gradient counts as multiplied by this: what [`Adam::ratio`] is.
+    pub ratio: f64,
     /// Written: one [`crate::norm::Partial`] ([`crate::norm::Partial::BYTES`] bytes).
     pub out: BufRange,
 }
@@ -124,6 +126,8 @@ pub struct Adam {
     pub param: Option<(BufRange, DType)>,
     /// Read: [`crate::verdict::Scalars`].
     pub scalars: BufRange,
+    /// Multiplies their factor: above 1 where fewer ranks average than the verdict's rule says. 1 changes no bit.
+    pub ratio: f64,
     /// Which elements belong to which optimizer group, ascending; elements in no segment are padding.
     pub segments: Arc<[AdamSegment]>,
     /// One row of scalars per optimizer group.

@@ -140,7 +140,7 @@ fn follows_torch<T: Golden>(file: &File<'_>, entry: &Value, case: &Value) {
         let row = AdamRow::new(number(entry, "lr"), betas, number(entry, "eps"), decay, decoupled, step);
         let (master, param) = (&mut master[..], Some(&mut model[..]));
         let (exp_avg, exp_avg_sq) = (&mut exp_avg[..], &mut exp_avg_sq[..]);
-        adam(&row, scalars.factor, AdamSlices { grad: &grad, master, exp_avg, exp_avg_sq, param });
+        adam(&row, scalars.factor as f32, AdamSlices { grad: &grad, master, exp_avg, exp_avg_sq, param });
 
         if [1, 2, 10].contains(&step) {
             let at = format!("{name}.s{step}");

@@ -25,6 +25,9 @@ macro_rules! setters {
 setters! {
     /// `ranks`: refuses to start with another number of ranks.
     "ranks": ranks(ranks: usize) |c, v| c.ranks = Some(v);
+    /// `model_parallel`: so many adjacent ranks share one copy of the model. Rank r is model-parallel rank r % n; parameters are
+    /// divided among the ranks with the same one.
+    "model_parallel": model_parallel(ranks: usize) |c, v| c.model_parallel = v;
     /// `emulate`: every rank's collectives share a link of this speed.
     "emulate": emulate(link: Link) |c, v| c.emulate = Some(v);
     /// `overlap`: when parameters are gathered (default window).

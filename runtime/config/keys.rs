@@ -38,6 +38,13 @@ pub const KEYS: &[Key] = &[
         set: |c, v| put(&mut c.ranks, count(v).map(Some)),
     },
     Key {
+        name: "model_parallel",
+        values: "a number of ranks from 1 that divides theirs",
+        default: "1",
+        help: "so many adjacent ranks share one copy of the model; parameters are divided among every so-many-th rank",
+        set: |c, v| put(&mut c.model_parallel, count(v)),
+    },
+    Key {
         name: "device",
         values: "\"cpu\" or \"null\"",
         default: "\"cpu\"",

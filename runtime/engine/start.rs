@@ -125,7 +125,7 @@ impl Engine {
             dropped_edge: internals.dropped_edge,
             drill: internals.drill,
             busy_warning: internals.busy_warning,
-            ..session_config(&model, &config, ranks)
+            ..session_config(&model, &config, plan.data_parallel())
         };
         let session = Session::start(rank.seat, plan, session_config, options, &mut give)?;
         tracing::info!(
@@ -170,7 +170,8 @@ fn learning_rates(model: &Model, config: &Config) -> Vec<(String, String)> {
     model.groups.iter().enumerate().map(line).collect()
 }
 
-fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::SessionConfig {
+/// `d` is the number of data-parallel ranks.
+fn session_config(model: &Model, config: &Config, d: usize) -> actors::SessionConfig {
     let buckets = match (config.overlap, config.credits) {
         (Overlap::Window, Credits::Buckets(n)) => n,
         (Overlap::Window, Credits::Unlimited) => u32::MAX,
@@ -189,7 +190,7 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
         first_gather: config.first_gather,
         overlap_grad_reduce: config.overlap_grad_reduce,
         rule: actors::VerdictRule {
-            average: if config.average == Average::Weight { Average::Weight } else { Average::Ranks(ranks) },
+            average: if config.average == Average::Weight { Average::Weight } else { Average::Ranks(d) },
             max_norm: config.max_norm,
             on_nonfinite: config.on_nonfinite,
         },

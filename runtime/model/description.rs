@@ -1,14 +1,30 @@
 //! A model written down as TOML, for `gatherflow plan`, and a GPT-like one made from three numbers.
 
+use std::collections::HashMap;
+
 use serde::Deserialize;
 
-use super::{Model, ModelError};
-use crate::actors::DType;
+use super::{Model, ModelError, ShardGroup, ShardGroupId};
+use crate::actors::{Across, DType};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Description {
     chunk: Vec<Chunk>,
+    #[serde(default)]
+    shard_group: Vec<Group>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Group {
+    name: String,
+    ranks: usize,
+    /// Whether the groups beside it hold other parameters, not replicas.
+    #[serde(default)]
+    experts: bool,
+    #[serde(default)]
+    average_over: Option<usize>,
 }
 
 #[derive(Deserialize)]
@@ -42,6 +58,10 @@ struct Param {
     shared: Option<String>,
     #[serde(default)]
     shared_embedding: bool,
+    #[serde(default)]
+    tensor_parallel: bool,
+    #[serde(default)]
+    shard_group: Option<String>,
 }
 
 fn yes() -> bool {
@@ -72,6 +92,12 @@ impl Model {
         let description: Description = toml::from_str(text)
             .map_err(|e| ModelError::Description { reason: e.to_string().trim_end().to_owned() })?;
         let mut model = Self::new();
+        let mut shard_groups = HashMap::new();
+        for Group { name, ranks, experts, average_over } in description.shard_group {
+            let across = if experts { Across::Experts } else { Across::Replicas };
+            let id = model.shard_group(ShardGroup { name: name.clone(), ranks, across, average_over });
+            shard_groups.insert(name, id);
+        }
         for chunk in description.chunk {
             let id = model.chunk();
             for unit in chunk.unit {
@@ -82,12 +108,18 @@ impl Model {
                             || ModelError::UnsupportedDType { name: param.name.clone(), dtype: dtype.clone() };
                         DType::parse(dtype).ok_or_else(unsupported)
                     };
+                    let unknown = |name: &String| ModelError::Description {
+                        reason: format!("parameter `{}` names shard group `{name}`, which is not declared", param.name),
+                    };
+                    let find = |name: &String| shard_groups.get(name).copied().ok_or_else(|| unknown(name));
                     let dtype = parse(&param.dtype)?;
                     let options = super::ParamOptions {
                         grad_dtype: param.grad_dtype.as_ref().map(parse).transpose()?,
                         trainable: param.trainable,
                         shared: param.shared,
                         shared_embedding: param.shared_embedding,
+                        tensor_parallel: param.tensor_parallel,
+                        shard_group: param.shard_group.as_ref().map_or(Ok(ShardGroupId::ALL), find)?,
                         ..super::ParamOptions::default()
                     };
                     model.param_with(unit_id, param.name, &param.shape, dtype, options)?;

@@ -1,14 +1,18 @@
-//! A plain serial Adam over the gradients of d ranks, written from the formulas of SPEC.md and for clarity alone: one thread,
-//! whole parameters, no shards, no actors. It takes two things from the runtime: the plan, since the norm is summed in plan
+//! A plain serial Adam over the gradients of all ranks, written from the formulas of SPEC.md and for clarity alone: one
+//! thread, whole parameters, no shards, no actors. It takes two things from the runtime: the plan, since the norm is summed in plan
 //! order, and the summation tree of one contiguous run (`norm::partial`), which the kernels' own tests pin down.
 //!
-//! Summation order: a reduction adds the ranks' gradients in rank order in f32 (rule S1). The norm adds, in f64, the pieces
+//! Ranks that hold the same parameters share a [`View`]: all of them, unless there are experts or model-parallel ranks.
+//!
+//! Summation order: a reduction adds the gradients of a group's ranks in rank order in f32 (rule S1), and then the groups'. The norm adds, in f64, the pieces
 //! of each bucket by offset, a rank's buckets in plan order, and the ranks in rank order.
-#![allow(dead_code, unreachable_pub, missing_docs, missing_debug_implementations)]
+#![allow(dead_code, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
+#![allow(clippy::missing_panics_doc)]
 
 use std::sync::Arc;
 
-use gatherflow::{DType, ParamId, Plan};
+use gatherflow::{Across, DType, ParamId, Plan};
+use gatherflow_actors::plan::ShardGroupPlan;
 use gatherflow_kernels::norm::{NormPiece, partial};
 use half::{bf16, f16};
 
@@ -97,10 +101,17 @@ pub struct Verdict {
     pub learning_rates: Vec<f64>,
 }
 
+/// The parameters of ranks that hold the same ones, as the first of those ranks sees them.
+#[derive(Clone)]
+pub struct View {
+    pub rank: usize,
+    pub weights: Vec<Weight>,
+}
+
 /// The optimizer of a whole job.
 pub struct Serial {
     plan: Plan,
-    pub weights: Vec<Weight>,
+    pub views: Vec<View>,
     groups: Vec<Hyper>,
     max_norm: f64,
     scaler: Option<Scaler>,
@@ -109,21 +120,40 @@ pub struct Serial {
 }
 
 impl Serial {
-    pub fn new(plan: Plan, weights: Vec<Weight>, groups: Vec<Hyper>, max_norm: f64, scaler: Option<Scaler>) -> Self {
-        Self { plan, weights, groups, max_norm, scaler, t: 0 }
+    /// `weights` are those of a rank.
+    pub fn new(
+        plan: Plan,
+        weights: impl Fn(usize) -> Vec<Weight>,
+        groups: Vec<Hyper>,
+        max_norm: f64,
+        scaler: Option<Scaler>,
+    ) -> Self {
+        let firsts = (0..plan.ranks()).filter(|rank| first_alike(&plan, *rank) == *rank);
+        let views = firsts.map(|rank| View { rank, weights: weights(rank) }).collect();
+        Self { plan, views, groups, max_norm, scaler, t: 0 }
     }
 
     pub fn loss_scale(&self) -> f32 {
         self.scaler.map_or(1.0, |s| s.scale)
     }
 
+    /// The parameters of a rank.
+    pub fn weights(&self, rank: usize) -> &[Weight] {
+        let first = first_alike(&self.plan, rank);
+        &self.views.iter().find(|view| view.rank == first).unwrap().weights
+    }
+
     /// One step from every rank's gradients of every parameter, `[rank][parameter]`, which carry the loss scale.
     pub fn step(&mut self, gradients: &[Vec<Vec<f32>>]) -> Verdict {
-        let reduced: Vec<Vec<f32>> = (0..self.weights.len()).map(|param| reduce(gradients, param)).collect();
-        let trainable = || self.weights.iter().zip(&reduced).filter(|(w, _)| w.trainable);
+        let trainable: Vec<bool> = self.views[0].weights.iter().map(|w| w.trainable).collect();
+        let params = || (0..trainable.len()).filter(|param| trainable[*param]);
+        // By rank, then parameter; empty where frozen.
+        let mut reduced = vec![vec![Vec::new(); trainable.len()]; self.plan.ranks()];
+        for (rank, param) in (0..self.plan.ranks()).flat_map(|rank| params().map(move |param| (rank, param))) {
+            reduced[rank][param] = reduce(&self.plan, gradients, rank, param);
+        }
         let loss_scale = self.loss_scale();
-        let found_nonfinite = trainable().any(|(_, gradient)| gradient.iter().any(|g| !g.is_finite()));
-        let zeros = trainable().map(|(_, gradient)| gradient.iter().filter(|g| **g == 0.0).count() as u64).sum();
+        let found_nonfinite = reduced.iter().flatten().flatten().any(|g| !g.is_finite());
         if let Some(scaler) = &mut self.scaler {
             scaler.after(found_nonfinite);
         }
@@ -132,51 +162,97 @@ impl Serial {
         if found_nonfinite {
             return Verdict { updated: false, grad_norm: None, zeros: None, loss_scale, learning_rates };
         }
-        let (average, unscale) = (1.0 / self.plan.ranks() as f64, 1.0 / f64::from(loss_scale));
-        let norm = sum_of_squares(&self.plan, &reduced).sqrt() * average * unscale;
+        let d = self.plan.ranks() / self.plan.model_parallel();
+        let (average, unscale) = (1.0 / d as f64, 1.0 / f64::from(loss_scale));
+        let (sum_of_squares, zeros) = squares_and_zeros(&self.plan, &reduced);
+        let norm = sum_of_squares.sqrt() * average * unscale;
         let clip = if self.max_norm > 0.0 { (self.max_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
-        let factor = (average * unscale * clip) as f32;
+        let factor = average * unscale * clip;
         self.t += 1;
-        for (weight, gradient) in self.weights.iter_mut().zip(&reduced).filter(|(w, _)| w.trainable) {
-            adam(&self.groups[weight.group], self.t, factor, gradient, weight);
+        for view in &mut self.views {
+            for (weight, gradient) in view.weights.iter_mut().zip(&reduced[view.rank]).filter(|(w, _)| w.trainable) {
+                let factor = (factor * ratio(&self.plan, weight.id)) as f32;
+                adam(&self.groups[weight.group], self.t, factor, gradient, weight);
+            }
         }
         Verdict { updated: true, grad_norm: Some(norm), zeros: Some(zeros), loss_scale, learning_rates }
     }
 }
 
-/// The sum over ranks, in rank order, in f32.
-fn reduce(gradients: &[Vec<Vec<f32>>], param: usize) -> Vec<f32> {
-    let mut sum = gradients[0][param].clone();
-    for rank in &gradients[1..] {
-        for (sum, g) in sum.iter_mut().zip(&rank[param]) {
-            *sum += g;
-        }
-    }
+/// Where a rank stands: its part of the model, and its place among those with the same part.
+fn place(plan: &Plan, rank: usize) -> (usize, usize) {
+    (rank % plan.model_parallel(), rank / plan.model_parallel())
+}
+
+fn is_experts(group: &ShardGroupPlan) -> bool {
+    group.name.is_some() && group.across == Across::Experts
+}
+
+/// The first rank that holds the same parameters: has the same part of the model and the same experts.
+fn first_alike(plan: &Plan, rank: usize) -> usize {
+    let held = |rank| {
+        let (part, at) = place(plan, rank);
+        let experts = plan.shard_groups().iter().filter(|group| is_experts(group)).map(|group| at / group.ranks);
+        (part, experts.collect::<Vec<_>>())
+    };
+    (0..=rank).find(|other| held(*other) == held(rank)).unwrap()
+}
+
+/// What a parameter's gradients are multiplied by beyond the average over all.
+fn ratio(plan: &Plan, param: ParamId) -> f64 {
+    let d = plan.ranks() / plan.model_parallel();
+    d as f64 / plan.shard_groups()[plan.param(param).shard_group].average_over as f64
+}
+
+/// The sum over the ranks of each group, in rank order, and over the groups that hold replicas, in f32.
+fn reduce(plan: &Plan, gradients: &[Vec<Vec<f32>>], rank: usize, param: usize) -> Vec<f32> {
+    let group = &plan.shard_groups()[plan.params()[param].shard_group];
+    let (part, at) = place(plan, rank);
+    let own = at / group.ranks;
+    let d = plan.ranks() / plan.model_parallel();
+    let groups = if is_experts(group) { own..own + 1 } else { 0..d / group.ranks };
+    let of_rank = |at: usize| gradients[at * plan.model_parallel() + part][param].clone();
+    let of_group = |n: usize| (n * group.ranks..(n + 1) * group.ranks).map(of_rank).reduce(add).unwrap();
+    groups.map(of_group).reduce(add).unwrap()
+}
+
+fn add(mut sum: Vec<f32>, more: Vec<f32>) -> Vec<f32> {
+    sum.iter_mut().zip(more).for_each(|(sum, g)| *sum += g);
     sum
 }
 
-fn sum_of_squares(plan: &Plan, reduced: &[Vec<f32>]) -> f64 {
-    let mut job = 0.0;
-    for rank in 0..plan.ranks() {
+/// Whether the norm has a parameter from this rank: each logical element once (SPEC T2a).
+fn counts(plan: &Plan, rank: usize, param: ParamId) -> bool {
+    let (param, (part, at)) = (plan.param(param), place(plan, rank));
+    let group = &plan.shard_groups()[param.shard_group];
+    (is_experts(group) || at < group.ranks) && (param.tensor_parallel || part == 0)
+}
+
+fn squares_and_zeros(plan: &Plan, reduced: &[Vec<Vec<f32>>]) -> (f64, u64) {
+    let (mut job, mut zeros) = (0.0, 0);
+    for (rank, reduced) in reduced.iter().enumerate() {
         let mut own = 0.0;
         for bucket in plan.buckets() {
-            let shard = bucket.range.len() / plan.ranks();
-            let (start, end) = (bucket.range.start + rank * shard, bucket.range.start + (rank + 1) * shard);
+            let d = plan.shard_groups()[plan.buffer(bucket.buffer).shard_group].ranks;
+            let (shard, slot) = (bucket.range.len() / d, place(plan, rank).1 % d);
+            let (start, end) = (bucket.range.start + slot * shard, bucket.range.start + (slot + 1) * shard);
             let mut of_bucket = 0.0;
-            for param in &bucket.params {
+            for param in bucket.params.iter().filter(|param| counts(plan, rank, **param)) {
                 let at = plan.param(*param).home.range();
                 let (from, to) = (at.start.max(start), at.end.min(end));
                 if from < to {
                     let piece = &reduced[param.index()][from - at.start..to - at.start];
                     let whole = NormPiece { start: 0, end: piece.len(), param: 0, counted: true };
                     of_bucket += partial(piece, &[whole]).sum_squares;
+                    zeros += piece.iter().filter(|g| **g == 0.0).count() as u64;
                 }
             }
-            own += of_bucket;
+            let ratio = ratio(plan, bucket.params[0]);
+            own += of_bucket * (ratio * ratio);
         }
         job += own;
     }
-    job
+    (job, zeros)
 }
 
 /// SPEC T1: every operation is one f32 rounding, in the order written there; scalars are formed in f64.

@@ -22,13 +22,16 @@ mod trainer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Credits, DType, FirstGather, Internals, Layout, Link, Overlap, ScalerKind, Storage};
+use gatherflow::{
+    Across, Config, Credits, DType, FirstGather, Internals, Layout, Link, Overlap, ParamId, ParamInfo, Plan,
+    ScalerKind, Storage,
+};
 
 pub use net::Net;
 pub use pipeline::Beside;
 pub use trainer::{Finished, Trainer};
 
-use crate::reference::{Hyper, Scaler, Serial, Verdict, Weight, rounded};
+use crate::reference::{Hyper, Scaler, Serial, Verdict, View, Weight, rounded};
 
 /// Which units forward enters, in order, in each microbatch of a step; backward goes the other way.
 pub type Program = dyn Fn(u64, usize) -> Vec<Vec<usize>> + Sync;
@@ -37,6 +40,8 @@ pub type Program = dyn Fn(u64, usize) -> Vec<Vec<usize>> + Sync;
 pub struct Job<'a> {
     pub net: &'a Net,
     pub ranks: usize,
+    /// How many ranks share a copy of the model.
+    pub model_parallel: usize,
     pub steps: u64,
     /// Step and rank to microbatches.
     pub program: &'a (dyn Fn(u64, usize) -> Vec<Vec<usize>> + Sync),
@@ -130,6 +135,7 @@ impl<'a> Job<'a> {
         Self {
             net,
             ranks,
+            model_parallel: 1,
             steps,
             program,
             overflow: |_, _| false,
@@ -163,6 +169,7 @@ impl<'a> Job<'a> {
             .storage(setting.storage)
             .overlap_grad_reduce(setting.overlap_grad_reduce)
             .steps_in_flight(setting.steps_in_flight);
+        let config = if self.model_parallel > 1 { config.model_parallel(self.model_parallel) } else { config };
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
         let config = match setting.gather_group_bytes {
             0 => config,
@@ -233,16 +240,30 @@ impl<'a> Job<'a> {
 
 /// What the serial reference says of a job.
 pub struct Expected {
-    /// By version, then parameter.
+    /// Of rank 0: by version, then parameter.
     pub weights: Vec<Vec<Vec<f32>>>,
+    /// By version, then view of the reference.
+    views: Vec<Vec<Vec<Vec<f32>>>>,
+    /// By rank: its view.
+    view_of: Vec<usize>,
     /// By step, then rank.
     pub losses: Vec<Vec<f64>>,
     pub verdicts: Vec<Verdict>,
-    /// At the end.
-    pub state: Vec<Weight>,
+    /// At the end, by view.
+    state: Vec<View>,
 }
 
 impl Expected {
+    /// A parameter as a rank holds it.
+    pub fn on_rank(&self, rank: usize, version: u64, param: ParamId) -> &[f32] {
+        &self.views[version as usize][self.view_of[rank]][param.index()]
+    }
+
+    /// A parameter and its optimizer state at the end, as a rank holds them.
+    pub fn state_on(&self, rank: usize, param: ParamId) -> &Weight {
+        &self.state[self.view_of[rank]].weights[param.index()]
+    }
+
     pub fn updated_steps(&self) -> u64 {
         self.verdicts.iter().filter(|v| v.updated).count() as u64
     }
@@ -252,17 +273,29 @@ impl Expected {
 pub fn serial(job: &Job<'_>) -> Expected {
     let net = job.net;
     let plan = net.model.plan(job.ranks, &job.config(&Setting::of(Overlap::None))).unwrap();
-    let weights = net.params().iter().map(|p| {
-        let initial: Vec<f32> = (0..p.numel).map(|i| Net::initial(p.id, i)).collect();
-        Weight::new(p.id, p.dtype, p.options.group.0 as usize, p.options.trainable, &initial)
-    });
+    let weights = |rank: usize| {
+        let weight = |p: &ParamInfo| {
+            let (variant, _) = start_of(&plan, rank, p.id);
+            let initial: Vec<f32> = (0..p.numel).map(|i| Net::initial(variant, p.id, i)).collect();
+            Weight::new(p.id, p.dtype, p.options.group.0 as usize, p.options.trainable, &initial)
+        };
+        net.params().iter().map(weight).collect()
+    };
     let groups: Vec<Hyper> = net.hyper(job.lr, job.adam_w);
-    let mut optimizer = Serial::new(plan, weights.collect(), groups, Job::MAX_NORM, job.scaler);
-    let snapshot = |optimizer: &Serial| optimizer.weights.iter().map(|w| w.param.clone()).collect::<Vec<_>>();
+    let mut optimizer = Serial::new(plan.clone(), weights, groups, Job::MAX_NORM, job.scaler);
+    let view_of = (0..job.ranks).map(|rank| {
+        let is_its = |view: &View| std::ptr::eq(view.weights.as_slice(), optimizer.weights(rank));
+        optimizer.views.iter().position(is_its).unwrap()
+    });
+    let view_of = view_of.collect();
+    let snapshot = |optimizer: &Serial| {
+        let of_view = |view: &View| view.weights.iter().map(|w| w.param.clone()).collect::<Vec<_>>();
+        optimizer.views.iter().map(of_view).collect::<Vec<_>>()
+    };
     let (mut versions, mut losses, mut verdicts) = (vec![snapshot(&optimizer)], Vec::new(), Vec::new());
     for step in 0..job.steps {
         let scale = optimizer.loss_scale();
-        let ranks = (0..job.ranks).map(|rank| serial_rank(job, &optimizer.weights, step, rank, scale));
+        let ranks = (0..job.ranks).map(|rank| serial_rank(job, &plan, optimizer.weights(rank), step, rank, scale));
         let (of_step, gradients): (Vec<f64>, Vec<_>) = ranks.unzip();
         losses.push(of_step);
         let verdict = optimizer.step(&gradients);
@@ -276,16 +309,24 @@ pub fn serial(job: &Job<'_>) -> Expected {
         verdicts.push(verdict);
         versions.push(weights);
     }
-    Expected { weights: versions, losses, verdicts, state: optimizer.weights }
+    let weights = versions.iter().map(|views| views[0].clone()).collect();
+    Expected { weights, views: versions, view_of, losses, verdicts, state: optimizer.views }
 }
 
 /// One rank's loss and summed gradients of a step.
-fn serial_rank(job: &Job<'_>, weights: &[Weight], step: u64, rank: usize, scale: f32) -> (f64, Vec<Vec<f32>>) {
+fn serial_rank(
+    job: &Job<'_>,
+    plan: &Plan,
+    weights: &[Weight],
+    step: u64,
+    rank: usize,
+    scale: f32,
+) -> (f64, Vec<Vec<f32>>) {
     let net = job.net;
     let mut loss = 0.0;
     let mut sums: Vec<Option<Vec<f32>>> = vec![None; weights.len()];
     let mut overflows = job.overflows_at(step, rank);
-    for (microbatch, units) in (job.program)(step, rank).iter().enumerate() {
+    for (microbatch, units) in (job.program)(step, data_rank(plan, rank)).iter().enumerate() {
         for unit in units {
             for param in &net.units[*unit].params {
                 loss += Net::loss(*param, &weights[param.index()].param);
@@ -294,7 +335,7 @@ fn serial_rank(job: &Job<'_>, weights: &[Weight], step: u64, rank: usize, scale:
         for (visit, unit) in units.iter().enumerate().rev() {
             for param in net.written(*unit) {
                 let values = &weights[param.index()].param;
-                let at = At { rank, step, microbatch, visit };
+                let at = At { rank: noise_of(plan, rank, param), step, microbatch, visit };
                 let new = net.gradient(at, param, values, scale, std::mem::take(&mut overflows));
                 let dtype = net.params()[param.index()].options.grad_dtype.unwrap_or(job.grad_dtype);
                 let sum = &mut sums[param.index()];
@@ -308,6 +349,27 @@ fn serial_rank(job: &Job<'_>, weights: &[Weight], step: u64, rank: usize, scale:
     }
     let zeros = |w: &Weight| vec![0.0; w.param.len()];
     (loss, sums.into_iter().zip(weights).map(|(sum, w)| sum.unwrap_or_else(|| zeros(w))).collect())
+}
+
+/// The first of the ranks that see the same data as this one.
+pub fn data_rank(plan: &Plan, rank: usize) -> usize {
+    rank - rank % plan.model_parallel()
+}
+
+/// The rank whose noise a parameter's gradient has: what model-parallel ranks hold alike gets the same gradient on each.
+pub fn noise_of(plan: &Plan, rank: usize, param: ParamId) -> usize {
+    if plan.param(param).tensor_parallel { rank } else { data_rank(plan, rank) }
+}
+
+/// Which initial values a rank has of a parameter, and whether others take them from it.
+pub fn start_of(plan: &Plan, rank: usize, param: ParamId) -> (u64, bool) {
+    let param = plan.param(param);
+    let (part, at) = (rank % plan.model_parallel(), rank / plan.model_parallel());
+    let group = &plan.shard_groups()[param.shard_group];
+    let experts = param.shard_group > 0 && group.across == Across::Experts;
+    let (own, first) = if experts { (at / group.ranks, at % group.ranks) } else { (0, at) };
+    let part = if param.tensor_parallel { part } else { 0 };
+    ((own * plan.model_parallel() + part) as u64, first == 0)
 }
 
 /// Where in a step a gradient is made.

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use gatherflow::{ChunkId, DType, Engine, Group, GroupId, Lr, Model, ParamId, ParamInfo, ParamOptions, UnitId};
+use gatherflow::{
+    Across, ChunkId, DType, Engine, Group, GroupId, Lr, Model, ParamId, ParamInfo, ParamOptions, ShardGroup,
+    ShardGroupId, UnitId,
+};
 
 use super::{At, random};
 use crate::reference::Hyper;
@@ -39,6 +42,8 @@ impl Net {
     pub const RARE: usize = 3;
     pub const HEAD: usize = 4;
     pub const TAIL: usize = 5;
+    /// Of [`Net::with_experts`].
+    pub const EXPERTS: usize = 6;
 
     /// A model without parameters, with three groups.
     pub fn empty() -> Self {
@@ -90,6 +95,38 @@ impl Net {
         self.model.group(group).unwrap()
     }
 
+    /// [`Net::mixed`] and one more unit, with parameters that are divided among `ranks` ranks: experts, and replicas.
+    pub fn with_experts(ranks: usize) -> Self {
+        let mut net = Self::mixed(false);
+        let mut group = |name: &str, across, average_over| {
+            let group = ShardGroup { name: name.into(), ranks, across, average_over };
+            ParamOptions { shard_group: net.model.shard_group(group), ..ParamOptions::default() }
+        };
+        let experts = group("experts", Across::Experts, None);
+        let routed = group("experts that see all tokens", Across::Experts, Some(3));
+        let replicas = group("replicas", Across::Replicas, None);
+        net.unit("experts");
+        net.param("expert.weight", 190, DType::Bf16, experts.clone());
+        net.param("expert.bias", 3, DType::F32, ParamOptions { group: GroupId(1), ..experts.clone() });
+        net.param("expert.frozen", 5, DType::F32, ParamOptions { trainable: false, ..experts });
+        net.param("routed.weight", 140, DType::F32, routed);
+        net.param("replica.weight", 100, DType::F32, replicas.clone());
+        let narrow = ParamOptions { grad_dtype: Some(DType::Bf16), group: GroupId(2), ..replicas };
+        net.param("replica.narrow", 66, DType::Bf16, narrow);
+        net
+    }
+
+    /// [`Net::with_experts`], and tensor-parallel parameters in the same unit, one of them among the experts.
+    pub fn parallel(ranks: usize) -> Self {
+        let mut net = Self::with_experts(ranks);
+        let split = ParamOptions { tensor_parallel: true, ..ParamOptions::default() };
+        net.param("column.weight", 170, DType::Bf16, split.clone());
+        net.param("row.weight", 64, DType::F32, ParamOptions { group: GroupId(2), ..split.clone() });
+        net.param("row.frozen", 6, DType::Bf16, ParamOptions { trainable: false, ..split.clone() });
+        net.param("expert.row", 33, DType::F32, ParamOptions { shard_group: ShardGroupId(1), ..split });
+        net
+    }
+
     pub fn chunk(&mut self) {
         self.chunks.push(self.model.chunk());
     }
@@ -134,8 +171,9 @@ impl Net {
         self.name(param).contains("sparse")
     }
 
-    pub fn initial(param: ParamId, element: usize) -> f32 {
-        random(&[1, u64::from(param.0), element as u64])
+    /// What a parameter starts from; ranks that hold other parameters under the same name have another variant.
+    pub fn initial(variant: u64, param: ParamId, element: usize) -> f32 {
+        random(&[1 + 2 * variant, u64::from(param.0), element as u64])
     }
 
     fn target(param: ParamId, element: usize) -> f32 {

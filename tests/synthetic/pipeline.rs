@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use gatherflow::Pass;
 
 use super::sight::Sight;
-use super::{At, Net};
+use super::{At, Net, data_rank, noise_of};
 
 /// How two turns run beside each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ pub struct Pipeline<'a> {
 
 impl<'a> Pipeline<'a> {
     pub fn new(sight: Sight<'a>, passes: &'a [Vec<Pass<'a>>], scale: f32) -> Self {
-        let program = (sight.job.program)(sight.step, sight.rank);
+        let program = (sight.job.program)(sight.step, data_rank(sight.plan, sight.rank));
         Self { sight, passes, scale, program, losses: Mutex::default() }
     }
 
@@ -93,7 +93,7 @@ impl<'a> Pipeline<'a> {
     }
 
     fn take(&self, Turn { microbatch, visit, backward }: Turn) {
-        let Sight { job, rank, step, .. } = self.sight;
+        let Sight { job, plan, rank, step, .. } = self.sight;
         let number = self.program[microbatch][visit];
         let unit = &job.net.units[number];
         let pass = &self.passes[microbatch][unit.chunk];
@@ -106,8 +106,8 @@ impl<'a> Pipeline<'a> {
             return;
         }
         let back = pass.backward(unit.id).unwrap();
-        let at = At { rank, step, microbatch, visit };
         let gradient = |param| {
+            let at = At { rank: noise_of(plan, rank, param), step, microbatch, visit };
             let values = self.sight.in_backward(&back, param);
             (param, job.net.gradient(at, param, &values, self.scale, false))
         };

@@ -1,7 +1,7 @@
 //! What one rank sees in one step, compared with the reference: reads, losses, and the writing of gradients. The engine is no
 //! `Sync`; this is, so several threads can work on passes of one engine.
 
-use gatherflow::{Back, DType, Element, Engine, Grad, ParamId, ParamInfo, UnitGuard, WriteMode};
+use gatherflow::{Back, DType, Element, Engine, Grad, ParamId, ParamInfo, Plan, UnitGuard, WriteMode};
 use half::{bf16, f16};
 
 use super::{Expected, Job};
@@ -12,6 +12,7 @@ pub struct Sight<'a> {
     pub expected: &'a Expected,
     /// As the engine knows them.
     pub params: &'a [ParamInfo],
+    pub plan: &'a Plan,
     pub rank: usize,
     pub step: u64,
     pub two_writers: bool,
@@ -31,7 +32,7 @@ macro_rules! values {
 impl Sight<'_> {
     /// Values that were read must be those of the current version.
     fn check(&self, param: ParamId, values: Vec<f32>, wherefrom: &str) -> Vec<f32> {
-        let expected = &self.expected.weights[self.step as usize][param.index()];
+        let expected = self.expected.on_rank(self.rank, self.step, param);
         let what = || format!("`{}` read {wherefrom} on rank {}", self.params[param.index()].name, self.rank);
         same_bits(&values, expected, &|| format!("{} at version {}", what(), self.step));
         values

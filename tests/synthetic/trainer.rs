@@ -6,7 +6,7 @@ use gatherflow_kernels::{AccessMode, BufRange};
 
 use super::pipeline::{Beside, Pipeline};
 use super::sight::{Sight, same_bits};
-use super::{At, Expected, Job, Net, Setting};
+use super::{At, Expected, Job, Net, Setting, data_rank, noise_of, start_of};
 
 /// What a rank has to tell when it is done.
 #[derive(Clone, Copy, Debug)]
@@ -35,9 +35,11 @@ impl<'a> Trainer<'a> {
         let net = job.net;
         internals.open.issue_on_thread = setting.issue_on_thread;
         let number = rank.rank();
-        // Only rank 0's values count: they are broadcast.
+        // Only the values of the first rank that holds a parameter count: they are broadcast.
+        let plan = net.model.plan(job.ranks, &job.config(setting)).unwrap();
         let init = |param: &gatherflow::ParamInfo, out: ParamMut<'_>| {
-            out.fill_with(|i| if number == 0 { Net::initial(param.id, i) } else { 7.0 });
+            let (variant, counts) = start_of(&plan, number, param.id);
+            out.fill_with(|i| if counts { Net::initial(variant, param.id, i) } else { 7.0 });
         };
         let model = net.model.clone();
         let mut engine = Engine::with_internals(rank, model, job.config(setting), internals, init).unwrap();
@@ -58,6 +60,7 @@ impl<'a> Trainer<'a> {
             job: self.job,
             expected: self.expected,
             params: self.engine.params(),
+            plan: self.engine.plan(),
             rank: self.rank(),
             step: self.engine.steps(),
             two_writers: self.setting.two_writers,
@@ -96,7 +99,8 @@ impl<'a> Trainer<'a> {
     pub fn microbatches_with(&self, between: impl Fn(&Self)) {
         let (net, step) = (self.net(), self.engine.steps());
         let (sight, scale) = (self.sight(), self.loss_scale());
-        let program = (self.job.program)(step, self.rank());
+        let plan = self.engine.plan();
+        let program = (self.job.program)(step, data_rank(plan, self.rank()));
         let mut overflows = self.job.overflows_at(step, self.rank());
         let mut loss = 0.0;
         for (microbatch, units) in program.iter().enumerate() {
@@ -105,8 +109,8 @@ impl<'a> Trainer<'a> {
             self.forward(&passes, units, &mut loss);
             for (visit, unit) in units.iter().enumerate().rev() {
                 let back = passes[net.units[*unit].chunk].backward(net.units[*unit].id).unwrap();
-                let at = At { rank: self.rank(), step, microbatch, visit };
                 let gradient = |param| {
+                    let at = At { rank: noise_of(plan, self.rank(), param), step, microbatch, visit };
                     let values = sight.in_backward(&back, param);
                     (param, net.gradient(at, param, &values, scale, std::mem::take(&mut overflows)))
                 };
@@ -131,7 +135,7 @@ impl<'a> Trainer<'a> {
 
     /// All microbatches of a step as a pipeline: see [`Pipeline`].
     pub fn pipelined(&self, beside: Beside) {
-        let microbatches = (self.job.program)(self.engine.steps(), self.rank()).len();
+        let microbatches = (self.job.program)(self.engine.steps(), data_rank(self.engine.plan(), self.rank())).len();
         let passes =
             (0..microbatches).map(|microbatch| self.passes(microbatch, microbatch + 1 == microbatches, Mode::Train));
         let passes: Vec<_> = passes.collect();
@@ -238,7 +242,7 @@ impl<'a> Trainer<'a> {
         let mut wanted = vec![0.0; found.len()];
         for piece in self.engine.plan().owned(plan::Rank(self.rank()), bucket) {
             let of_param =
-                &expected(&self.expected.state[piece.param.index()])[piece.in_param.start..piece.in_param.end];
+                &expected(self.expected.state_on(self.rank(), piece.param))[piece.in_param.start..piece.in_param.end];
             wanted[piece.in_shard.start..piece.in_shard.end].copy_from_slice(of_param);
         }
         same_bits(found, &wanted, &|| format!("{what} of {bucket} on rank {}", self.rank()));

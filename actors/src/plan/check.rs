@@ -6,7 +6,7 @@ use gatherflow_kernels::DType;
 
 use super::error::PlanError;
 use super::ids::ParamId;
-use super::input::{Bucketing, ParamSpec, PlanInput, ShardGroup, Storage};
+use super::input::{Bucketing, ParamSpec, PlanInput, Storage};
 use super::layout;
 
 /// More ranks than any job has; keeps every alignment far from overflow.
@@ -21,6 +21,7 @@ const BYTES_PER_ELEMENT: u128 = 28;
 
 pub(super) fn check(input: &PlanInput) -> Result<(), PlanError> {
     counts(input)?;
+    groups(input)?;
     match input.bucketing {
         Bucketing::Size(0) => return Err(PlanError::ZeroBucketSize),
         Bucketing::Count(0) => return Err(PlanError::ZeroBuckets),
@@ -52,6 +53,27 @@ fn counts(input: &PlanInput) -> Result<(), PlanError> {
     }
 }
 
+fn groups(input: &PlanInput) -> Result<(), PlanError> {
+    let (ranks, model_parallel) = (input.ranks, input.model_parallel);
+    if model_parallel == 0 || !ranks.is_multiple_of(model_parallel) {
+        return Err(PlanError::ModelParallel { ranks, model_parallel });
+    }
+    let d = ranks / model_parallel;
+    for (index, group) in input.shard_groups.iter().enumerate() {
+        let name = || group.name.clone();
+        if input.shard_groups[..index].iter().any(|other| other.name == group.name) {
+            return Err(PlanError::ShardGroupTwice { name: name() });
+        }
+        if group.ranks == 0 || !d.is_multiple_of(group.ranks) {
+            return Err(PlanError::ShardGroupRanks { name: name(), ranks: group.ranks, d });
+        }
+        if group.average_over == Some(0) {
+            return Err(PlanError::ShardGroupAverage { name: name() });
+        }
+    }
+    Ok(())
+}
+
 fn names(params: &[ParamSpec]) -> Result<(), PlanError> {
     let mut seen = HashMap::with_capacity(params.len());
     for (index, param) in params.iter().enumerate() {
@@ -71,8 +93,9 @@ fn parameter(param: &ParamSpec, input: &PlanInput) -> Result<(), PlanError> {
     if param.chunk >= input.chunks.len() {
         return Err(PlanError::ChunkOutOfRange { name: name(), chunk: param.chunk, chunks: input.chunks.len() });
     }
-    if let ShardGroup::Named(group) = &param.shard_group {
-        return Err(PlanError::ShardGroup { name: name(), group: group.clone() });
+    if param.shard_group > input.shard_groups.len() {
+        let (group, groups) = (param.shard_group, input.shard_groups.len());
+        return Err(PlanError::ShardGroupOutOfRange { name: name(), group, groups });
     }
     if !param.trainable {
         return Ok(());
@@ -141,6 +164,8 @@ fn shared_copies(params: &[ParamSpec]) -> Result<(), PlanError> {
             ("shape", first.shape != other.shape),
             ("dtype", first.dtype != other.dtype),
             ("trainable", first.trainable != other.trainable),
+            ("shard group", first.shard_group != other.shard_group),
+            ("tensor-parallel", first.tensor_parallel != other.tensor_parallel),
             ("group", first.trainable && first.group != other.group),
         ];
         if let Some((what, _)) = differs.into_iter().find(|(_, differs)| *differs) {

@@ -33,13 +33,14 @@ mod tests {
         let unit = |i: usize| UnitSpec { name: format!("u{i}"), params: vec![ParamId::from_index(i)] };
         PlanInput {
             ranks: 4,
+            model_parallel: 1,
+            shard_groups: Vec::new(),
             chunks: vec![ChunkSpec { units: (0..n).map(unit).collect() }],
             params: (0..n).map(|i| ParamSpec::new(format!("p{i}"), [100 + i % 7], dtype(i))).collect(),
             groups: 1,
             bucketing: Bucketing::Size(150),
             alignment: Alignment::Standard,
             storage: Storage::Views,
-            model_parallel_rank: 0,
         }
     }
 

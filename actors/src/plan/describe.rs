@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Write};
 
-use super::{BucketId, Bucketing, Plan};
+use super::{Across, BucketId, Bucketing, Plan};
 
 const MEGA: f64 = 1e6;
 
@@ -20,6 +20,8 @@ impl Plan {
         }
         if self.ranks == 1 {
             hints.push("one rank: no communication, so there is nothing to hide".into());
+        } else if self.data_parallel() == 1 {
+            hints.push("one data-parallel rank: gathers and reduces move nothing, so there is nothing to hide".into());
         } else if buckets == 1 {
             hints.push(
                 "one bucket: its gather has no other unit to hide under; ask for more buckets or a smaller bucket size"
@@ -61,6 +63,18 @@ impl Plan {
             write!(out, ", {frozen} frozen of {}", grouped(numel(false)))?;
         }
         writeln!(out)?;
+        if self.model_parallel > 1 {
+            writeln!(out, "{} share a copy of the model", count(self.model_parallel, "rank"))?;
+        }
+        for group in &self.shard_groups[1..] {
+            let others = match group.across {
+                Across::Replicas => "the others hold replicas",
+                Across::Experts => "the others hold other parameters",
+            };
+            let name = group.name.as_deref().unwrap_or_default();
+            let average = group.average_over;
+            writeln!(out, "shard group {name}: {}, {others}, average over {average}", count(group.ranks, "rank"))?;
+        }
         if self.bucket_size < usize::MAX {
             writeln!(out, "a bucket closes at {} elements", grouped(self.bucket_size))?;
         } else {
@@ -73,8 +87,8 @@ impl Plan {
     }
 
     fn buffer_table(&self) -> Table {
-        let mut table =
-            Table::new(&["buffer", "chunk", "parameters", "gradients", "count", "buckets", "elements", "owned"]);
+        let heads = ["buffer", "chunk", "parameters", "gradients", "count", "buckets", "elements", "owned"];
+        let mut table = Table::new(&heads);
         for b in &self.buffers {
             table.row([
                 b.index.0.to_string(),
@@ -86,6 +100,10 @@ impl Plan {
                 grouped(b.numel),
                 grouped(b.owned_numel),
             ]);
+        }
+        if self.shard_groups.len() > 1 {
+            let groups = self.buffers.iter().map(|b| self.shard_groups[b.shard_group].name.as_deref().unwrap_or("all"));
+            table.column("shard group", groups);
         }
         table
     }
@@ -174,6 +192,12 @@ impl Table {
 
     fn row(&mut self, cells: impl Into<Vec<String>>) {
         self.rows.push(cells.into());
+    }
+
+    /// One more column at the end, to the left.
+    fn column<'a>(&mut self, head: &'a str, cells: impl Iterator<Item = &'a str>) {
+        self.left.push(self.rows[0].len());
+        self.rows.iter_mut().zip(std::iter::once(head).chain(cells)).for_each(|(row, cell)| row.push(cell.to_owned()));
     }
 
     fn print(&self, out: &mut String) -> fmt::Result {

@@ -125,13 +125,49 @@ pub enum PlanError {
         /// The element type of its gradient, which is smaller.
         grad_dtype: DType,
     },
-    /// Shard groups are not there yet.
-    #[error("parameter `{name}` names shard group `{group}`: only all ranks are supported, leave the group out")]
-    ShardGroup {
+    /// Ranks that cannot be divided into copies of the model.
+    #[error(
+        "{ranks} ranks cannot share copies of the model by {model_parallel} (`model_parallel`): give a number that divides them"
+    )]
+    ModelParallel {
+        /// How many ranks there are.
+        ranks: usize,
+        /// How many should share a copy.
+        model_parallel: usize,
+    },
+    /// A shard group that does not exist.
+    #[error(
+        "parameter `{name}` names shard group {group}, but there are {groups} besides number 0, which is all ranks"
+    )]
+    ShardGroupOutOfRange {
         /// Which parameter.
         name: String,
-        /// The group it names.
-        group: String,
+        /// The number it names.
+        group: usize,
+        /// How many groups there are.
+        groups: usize,
+    },
+    /// Two shard groups of one name.
+    #[error("shard group `{name}` is declared twice: declare it once and let every parameter name it")]
+    ShardGroupTwice {
+        /// The name.
+        name: String,
+    },
+    /// A shard group that ranks cannot be divided into.
+    #[error("shard group `{name}` of {ranks} ranks: its size must divide the {d} data-parallel ranks")]
+    ShardGroupRanks {
+        /// Which group.
+        name: String,
+        /// Its size.
+        ranks: usize,
+        /// The number of data-parallel ranks.
+        d: usize,
+    },
+    /// An average over no ranks.
+    #[error("shard group `{name}` averages over 0 ranks: give at least 1, or leave it out for as many as add up")]
+    ShardGroupAverage {
+        /// Which group.
+        name: String,
     },
     /// Copies of one weight that could not stay equal.
     #[error(
@@ -144,7 +180,7 @@ pub enum PlanError {
         first: String,
         /// The copy that differs.
         other: String,
-        /// Shape, dtype, group or trainable.
+        /// Shape, dtype, group, trainable, shard group or tensor-parallel.
         what: &'static str,
     },
     /// A bucket size of 0.

@@ -53,7 +53,7 @@ id! {
     Position(u32), "position"
 }
 id! {
-    /// One worker of those that share one set of shards, `0..d`.
+    /// One worker of the job.
     Rank(usize), "rank"
 }
 

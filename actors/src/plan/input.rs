@@ -2,14 +2,20 @@
 
 use gatherflow_kernels::DType;
 
+use super::groups::ShardGroupSpec;
 use super::ids::ParamId;
 use super::layout::PARAM_ALIGN;
 
 /// Everything a plan depends on. Two ranks with equal inputs have equal plans.
 #[derive(Clone, Debug)]
 pub struct PlanInput {
-    /// d: the number of ranks that share one set of shards.
+    /// The number of ranks of the job.
     pub ranks: usize,
+    /// How many adjacent ranks share one copy of the model: d is `ranks / model_parallel`. All of them register the same
+    /// parameters; of a tensor-parallel one each holds another part.
+    pub model_parallel: usize,
+    /// Shard groups with a d of their own. Parameters name them from 1 on.
+    pub shard_groups: Vec<ShardGroupSpec>,
     /// Model chunks in forward order.
     pub chunks: Vec<ChunkSpec>,
     /// Parameters in registration order, which is forward order. [`ParamId`]s are indices into it.
@@ -22,9 +28,6 @@ pub struct PlanInput {
     pub alignment: Alignment,
     /// Where gathered parameters land. It does not change the layout.
     pub storage: Storage,
-    /// This rank among the model-parallel ranks: the norm counts a parameter that is not tensor-parallel on 0 only
-    /// (SPEC T2a). It does not change the layout.
-    pub model_parallel_rank: usize,
 }
 
 /// A model chunk: its units in forward order.
@@ -61,12 +64,12 @@ pub struct ParamSpec {
     pub trainable: bool,
     /// Gets a bucket of its own (SPEC L10).
     pub shared_embedding: bool,
-    /// Each model-parallel rank holds another part of it, so each counts in the norm.
+    /// Each model-parallel rank holds another part of it, so each counts in the norm (SPEC T2a).
     pub tensor_parallel: bool,
     /// Copies of one weight carry the same name here; the norm counts the first (SPEC T0, T2a).
     pub shared: Option<String>,
-    /// Which ranks share its shards.
-    pub shard_group: ShardGroup,
+    /// Which ranks share its shards: 0 all data-parallel ones, else a number of [`PlanInput::shard_groups`], counted from 1.
+    pub shard_group: usize,
     /// The chunk in which it was first registered.
     pub chunk: usize,
 }
@@ -84,28 +87,17 @@ impl ParamSpec {
             shared_embedding: false,
             tensor_parallel: false,
             shared: None,
-            shard_group: ShardGroup::AllRanks,
+            shard_group: 0,
             chunk: 0,
         }
     }
-}
-
-/// Which ranks share the shards of a parameter (SPEC L2).
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum ShardGroup {
-    /// All d ranks.
-    #[default]
-    AllRanks,
-    /// A smaller group, by name (experts). Refused so far.
-    Named(String),
 }
 
 /// How a buffer is cut into buckets. It never depends on mode, stage or chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Bucketing {
-    /// A bucket size of max(40 000 000, 1 000 000 x d) elements.
+    /// A bucket size of max(40 000 000, 1 000 000 x d) elements, d being the number of data-parallel ranks.
     #[default]
     Default,
     /// A bucket closes once it holds at least this many elements, alignment gaps counted.
@@ -121,7 +113,7 @@ pub enum Bucketing {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Alignment {
-    /// Parameters at multiples of 64 elements, bucket ends at multiples of lcm(d, 128).
+    /// Parameters at multiples of 64 elements, bucket ends at multiples of lcm(d, 128), d being that of the shard group.
     #[default]
     Standard,
     /// Parameters at multiples of 64 elements, bucket ends at multiples of lcm(d, 128, 65 536), for NCCL's bandwidth.

@@ -5,6 +5,7 @@
 use gatherflow_kernels::DType;
 
 use super::cost;
+use super::groups::{self, ShardGroupPlan};
 use super::ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, UnitId};
 use super::input::{Alignment, Bucketing, ParamSpec, PlanInput};
 use super::range::Range;
@@ -12,21 +13,23 @@ use super::range::Range;
 /// Parameters start at multiples of this many elements, frozen ones always, others by [`Alignment::params`].
 pub const PARAM_ALIGN: usize = 64;
 
-/// A flat allocation for all trainable parameters of one (chunk, parameter dtype, gradient dtype), and one of the same
-/// layout for their gradients.
+/// A flat allocation for all trainable parameters of one (chunk, shard group, parameter dtype, gradient dtype), and one of the
+/// same layout for their gradients.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferPlan {
     /// Its number.
     pub index: BufferIndex,
     /// The chunk whose parameters it holds.
     pub chunk: usize,
+    /// The number of the shard group whose ranks share it.
+    pub shard_group: usize,
     /// Element type of the parameters.
     pub dtype: DType,
     /// Element type of the gradients.
     pub grad_dtype: DType,
     /// Elements, padding included: the end of the last bucket.
     pub numel: usize,
-    /// Elements that each rank owns: `numel / d`.
+    /// Elements that each rank owns: `numel / d`, d being that of the shard group.
     pub owned_numel: usize,
     /// Its parameters by offset: reverse registration order.
     pub params: Vec<ParamId>,
@@ -56,7 +59,7 @@ pub struct BucketPlan {
     pub param_numel: usize,
     /// Its parameters by offset.
     pub params: Vec<ParamId>,
-    /// Elements that each rank owns of it: `range.len() / d`.
+    /// Elements that each rank owns of it: `range.len() / d`, d being that of the shard group.
     pub shard_numel: usize,
     /// Where its shard begins in what a rank owns of the buffer (masters, moments, reduced gradients), in elements.
     pub shard_start: usize,
@@ -78,13 +81,15 @@ impl BucketPlan {
     }
 }
 
-/// A flat allocation for all frozen parameters of one (chunk, dtype), in registration order.
+/// A flat allocation for all frozen parameters of one (chunk, shard group, dtype), in registration order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FrozenPlan {
     /// Its number.
     pub index: FrozenIndex,
     /// The chunk whose parameters it holds.
     pub chunk: usize,
+    /// The number of the shard group whose ranks hold the same.
+    pub shard_group: usize,
     /// Element type.
     pub dtype: DType,
     /// Elements, a multiple of [`PARAM_ALIGN`].
@@ -132,6 +137,7 @@ impl Home {
 }
 
 pub(super) struct Layout {
+    pub(super) shard_groups: Vec<ShardGroupPlan>,
     pub(super) bucket_size: usize,
     pub(super) buffers: Vec<BufferPlan>,
     pub(super) buckets: Vec<BucketPlan>,
@@ -159,7 +165,7 @@ fn lcm(a: usize, b: usize) -> usize {
 /// SPEC L4.
 pub(super) fn bucket_size(input: &PlanInput) -> usize {
     match input.bucketing {
-        Bucketing::Default => input.ranks.saturating_mul(1_000_000).max(40_000_000),
+        Bucketing::Default => (input.ranks / input.model_parallel).saturating_mul(1_000_000).max(40_000_000),
         Bucketing::Size(size) => size,
         Bucketing::Count(count) => {
             let trainable = input.params.iter().filter(|p| p.trainable);
@@ -178,6 +184,7 @@ pub(super) fn numel(param: &ParamSpec) -> usize {
 pub(super) fn lay_out(input: &PlanInput) -> Layout {
     let nowhere = Home::Frozen { buffer: FrozenIndex(0), range: Range::new(0, 0) };
     let mut layout = Layout {
+        shard_groups: groups::plan(input.ranks / input.model_parallel, &input.shard_groups),
         bucket_size: bucket_size(input),
         buffers: Vec::new(),
         buckets: Vec::new(),
@@ -191,9 +198,8 @@ pub(super) fn lay_out(input: &PlanInput) -> Layout {
     for (chunk, params) in by_chunk.iter().enumerate() {
         layout.lay_out_chunk(chunk, params, input);
     }
-    let end_align = end_alignment(input.ranks, input.alignment);
     for buffer in 0..layout.buffers.len() {
-        layout.fill(buffer, input, end_align);
+        layout.fill(buffer, input);
     }
     layout
 }
@@ -206,13 +212,15 @@ impl Layout {
             cost::tick();
             let param = &input.params[id.index()];
             if param.trainable {
-                let same = |b: &BufferPlan| (b.dtype, b.grad_dtype) == (param.dtype, param.grad_dtype);
+                let kind = (param.shard_group, param.dtype, param.grad_dtype);
+                let same = |b: &BufferPlan| (b.shard_group, b.dtype, b.grad_dtype) == kind;
                 let found = self.buffers[first_buffer..].iter().position(same);
                 let at = found.map_or(self.buffers.len(), |found| first_buffer + found);
                 if at == self.buffers.len() {
                     self.buffers.push(BufferPlan {
                         index: BufferIndex::from_index(at),
                         chunk,
+                        shard_group: param.shard_group,
                         dtype: param.dtype,
                         grad_dtype: param.grad_dtype,
                         numel: 0,
@@ -224,11 +232,13 @@ impl Layout {
                 }
                 self.buffers[at].params.push(id);
             } else {
-                let found = self.frozen[first_frozen..].iter().position(|b| b.dtype == param.dtype);
+                let kind = (param.shard_group, param.dtype);
+                let found = self.frozen[first_frozen..].iter().position(|b| (b.shard_group, b.dtype) == kind);
                 let at = found.map_or(self.frozen.len(), |found| first_frozen + found);
                 let index = FrozenIndex::from_index(at);
                 if at == self.frozen.len() {
-                    self.frozen.push(FrozenPlan { index, chunk, dtype: param.dtype, numel: 0, params: Vec::new() });
+                    let (shard_group, dtype) = kind;
+                    self.frozen.push(FrozenPlan { index, chunk, shard_group, dtype, numel: 0, params: Vec::new() });
                 }
                 let buffer = &mut self.frozen[at];
                 let range = Range::new(buffer.numel, buffer.numel + numel(param));
@@ -243,10 +253,12 @@ impl Layout {
     }
 
     /// Places one buffer's parameters and cuts it into buckets.
-    fn fill(&mut self, at: usize, input: &PlanInput, end_align: usize) {
+    fn fill(&mut self, at: usize, input: &PlanInput) {
+        let ranks = self.shard_groups[self.buffers[at].shard_group].ranks;
+        let end_align = end_alignment(ranks, input.alignment);
         let params = std::mem::take(&mut self.buffers[at].params);
         self.buffers[at].first_bucket = self.buckets.len() as u32;
-        let mut open = Open { buffer: BufferIndex::from_index(at), ranks: input.ranks, end_align, ..Open::default() };
+        let mut open = Open { buffer: BufferIndex::from_index(at), ranks, end_align, ..Open::default() };
         for &id in &params {
             cost::tick();
             let param = &input.params[id.index()];
@@ -274,7 +286,7 @@ impl Layout {
         buffer.params = params;
         buffer.end_bucket = self.buckets.len() as u32;
         buffer.numel = open.start;
-        buffer.owned_numel = buffer.numel / input.ranks;
+        buffer.owned_numel = buffer.numel / ranks;
     }
 }
 

@@ -28,8 +28,9 @@ pub struct OwnedPiece {
 impl Plan {
     /// The elements of the buffer that a rank owns of a bucket (SPEC L6). `rank` must be below [`Plan::ranks`].
     pub fn shard(&self, rank: Rank, bucket: BucketId) -> Range {
+        let slot = self.slot(rank, bucket);
         let bucket = self.bucket(bucket);
-        Range::new(0, bucket.shard_numel).normalize(bucket.range.start + rank.0 * bucket.shard_numel)
+        Range::new(0, bucket.shard_numel).normalize(bucket.range.start + slot * bucket.shard_numel)
     }
 
     /// The pieces of parameters that a rank owns of a bucket, by offset; none where its shard is all padding.
@@ -56,8 +57,7 @@ impl Plan {
             .collect()
     }
 
-    /// The same pieces for the norm, which counts the first copy of shared parameters, and what is not tensor-parallel
-    /// on model-parallel rank 0 only (SPEC T2a).
+    /// The same pieces for the norm, which counts each logical element once over all ranks ([`Plan::counts`]).
     pub fn norm_pieces(&self, rank: Rank, bucket: BucketId) -> Vec<NormPiece> {
         let pieces = self.owned(rank, bucket).into_iter();
         pieces
@@ -65,7 +65,7 @@ impl Plan {
                 start: piece.in_shard.start,
                 end: piece.in_shard.end,
                 param: piece.param.0,
-                counted: self.param(piece.param).counted,
+                counted: self.counts(rank, self.param(piece.param)),
             })
             .collect()
     }

@@ -1,7 +1,7 @@
 //! What ranks compare at start-up: whether they have planned the same model, and if not, what differs first.
 //!
 //! Hashes are 64-bit FNV-1a over a fixed encoding (little-endian words, strings with their length in front), equal on
-//! every machine. This rank's own numbers (rank, model-parallel rank) are not in it.
+//! every machine. This rank's own number is not in it.
 
 use gatherflow_kernels::fnv::Fnv;
 
@@ -12,8 +12,12 @@ use super::{Home, ParamPlan, Plan, Rank};
 /// The part of a plan that ranks compare.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Summary {
-    /// d.
+    /// The number of ranks.
     pub ranks: u64,
+    /// How many of them share a copy of the model.
+    pub model_parallel: u64,
+    /// Hash of the shard groups.
+    pub shard_groups: u64,
     /// Number of optimizer groups.
     pub groups: u64,
     /// Elements at which a bucket closes.
@@ -32,8 +36,9 @@ impl Summary {
     /// One number for all of it.
     pub fn fingerprint(&self) -> u64 {
         let mut hash = Fnv::new();
-        let heads = [self.ranks, self.groups, self.bucket_size, self.end_align, self.layout];
+        let heads = [self.ranks, self.model_parallel, self.shard_groups, self.groups, self.bucket_size, self.end_align];
         hash.words(heads);
+        hash.word(self.layout);
         for list in [&self.params, &self.units] {
             hash.word(list.len() as u64);
             hash.words(list.iter().copied());
@@ -64,11 +69,19 @@ impl Plan {
             hash.words(unit.params.iter().map(|param| u64::from(param.0)));
             hash.finish()
         });
+        let mut shard_groups = Fnv::new();
+        for group in &self.shard_groups {
+            shard_groups.text(group.name.as_deref().unwrap_or_default());
+            let words = [group.ranks, group.across as usize, group.average_over];
+            shard_groups.words(words.map(|word| word as u64));
+        }
         Summary {
             ranks: self.ranks as u64,
+            model_parallel: self.model_parallel as u64,
+            shard_groups: shard_groups.finish(),
             groups: self.groups as u64,
             bucket_size: self.bucket_size as u64,
-            end_align: end_alignment(self.ranks, self.alignment) as u64,
+            end_align: end_alignment(self.data_parallel(), self.alignment) as u64,
             params: self.params.iter().map(param_hash).collect(),
             units: units.collect(),
             layout: layout.finish(),
@@ -92,12 +105,16 @@ impl Plan {
         }
         let numbers = [
             ("the number of ranks", own.ranks, other.ranks),
+            ("the number of model-parallel ranks", own.model_parallel, other.model_parallel),
             ("the number of optimizer groups", own.groups, other.groups),
             ("the alignment of bucket ends", own.end_align, other.end_align),
         ];
         let differs = |what: String| Err(PlanError::Differs { rank: rank.0, what });
         if let Some((what, here, there)) = numbers.into_iter().find(|(_, here, there)| here != there) {
             return differs(format!("{what} ({here} here, {there} there)"));
+        }
+        if own.shard_groups != other.shard_groups {
+            return differs("the shard groups".into());
         }
         if let Some(at) = first_difference(&own.params, &other.params) {
             return differs(match self.params.get(at) {
@@ -135,6 +152,7 @@ fn param_hash(param: &ParamPlan) -> u64 {
     hash.words(param.shape.iter().map(|&dim| dim as u64));
     hash.text(param.dtype.name());
     hash.word(param.chunk as u64);
+    hash.word(param.shard_group as u64);
     hash.word(u64::from(param.shared_embedding) | u64::from(param.tensor_parallel) << 1);
     match &param.shared {
         Some(shared) => hash.text(shared),

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use gatherflow_kernels::{Cause, Failure, FailureKind};
 
-use super::start::{cast_masters, parameter_hash};
+use super::start::{cast_masters, parameter_hashes};
 use super::{Driver, Session};
 use crate::action::Edge;
 
 impl Session {
     /// Makes the f32 masters of the owned 16-bit parameters anew from the parameters, which must have the same bits on every
-    /// rank; f32 parameters are their own masters. Moments and step counts stay. Every rank must call it, between the same two
+    /// rank that holds them; f32 parameters are their own masters. Moments and step counts stay. Every rank must call it, between the same two
     /// steps. Returns what ranks disagree about, the same on each; the masters are then as they were.
     ///
     /// # Errors
@@ -21,7 +21,7 @@ impl Session {
         self.all_ready()?;
         let (device, lowering, streams) = (self.hands.device.as_ref(), &self.hands.lowering, self.hands.streams);
         if self.plan.ranks() > 1 && self.config.driver == Driver::Actors {
-            let hash = parameter_hash(&self.plan, lowering, device)
+            let lines = parameter_hashes("parameters", &self.plan, lowering, device)
                 .map_err(|e| self.ended(&Arc::new(Failure::new(FailureKind::Device, self.rank(), e.to_string()))))?;
             let limit = self.config.deadlines.collective;
             let late = |rank: usize| {
@@ -31,9 +31,7 @@ impl Session {
                     limit.as_secs_f64()
                 )
             };
-            let line = ("hash of the parameters".into(), format!("{hash:016x}"));
-            let difference =
-                self.hands.control.compare(vec![line], limit, &late).map_err(|cause| self.ended(&cause))?;
+            let difference = self.hands.control.compare(lines, limit, &late).map_err(|cause| self.ended(&cause))?;
             if difference.is_some() {
                 return Ok(difference);
             }

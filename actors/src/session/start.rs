@@ -1,5 +1,6 @@
 //! How a session starts: memory, initial parameters, agreement with the other ranks, masters, actors.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -8,20 +9,20 @@ use gatherflow_kernels::fnv::Fnv;
 use gatherflow_kernels::verdict::Scalars;
 use gatherflow_kernels::{
     AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, Comm, Device, DeviceError, Event,
-    Failure, FailureKind, Lease, LeaseError, OpenOptions, Opened, open,
+    Failure, FailureKind, Lease, LeaseError, Members, OpenOptions, Opened, open,
 };
 use parking_lot::Mutex;
 
 use super::{BucketSide, Driver, Session, SessionConfig, StartParams, UnitFace};
 use crate::action::Letter;
-use crate::control::{Agreement, Control, Seat};
+use crate::control::{Agreement, Control, Line, Seat};
 use crate::face::Face;
 use crate::hands::{Hands, Issued, Post, Streams};
 use crate::inline::Inline;
 use crate::issuer::Issuer;
 use crate::lowering::Lowering;
 use crate::machines::Machines;
-use crate::plan::{ParamId, Plan, Purpose};
+use crate::plan::{Across, MODEL_PARALLEL, ParamId, Plan, Purpose, Rank};
 use crate::recorder::Recorder;
 use crate::shell::{ActorThread, Directory};
 use crate::supervisor::SupervisorMsg;
@@ -80,9 +81,16 @@ fn start(
     initialise(rank, &plan, &config, &lowering, device.as_ref(), init)?;
 
     let mut lines = agreement(&plan, &config);
-    if config.start_params == StartParams::Check {
-        let hash = parameter_hash(&plan, &lowering, device.as_ref()).map_err(|e| fail(e.to_string()))?;
-        lines.push(("hash of the initial parameters".into(), format!("{hash:016x}")));
+    let hashes = || {
+        let hashes = parameter_hashes("initial parameters", &plan, &lowering, device.as_ref());
+        hashes.map_err(|e| fail(e.to_string()))
+    };
+    match config.start_params {
+        StartParams::Check => lines.extend(hashes()?),
+        StartParams::Broadcast if plan.model_parallel() > 1 => {
+            lines.extend(sources_agree(hashes()?, &plan, rank, &lowering));
+        }
+        StartParams::Broadcast => {}
     }
     // The inline driver runs ranks one after the other on one thread: they cannot meet.
     if config.driver == Driver::Actors {
@@ -201,18 +209,31 @@ fn initialise(
     Ok(())
 }
 
-/// Rank 0's parameters to all ranks. Returns how many collectives that took.
+/// Every model-parallel rank's parameters are broadcast from a rank of its own: what all of them hold must be the same there.
+fn sources_agree(hashes: Agreement, plan: &Plan, rank: usize, lowering: &Lowering) -> Option<Line> {
+    let line = hashes.into_iter().find(|line| line.among == Members::ALL)?;
+    let is_source = plan.data_parallel_rank(Rank(rank)) == 0;
+    let value = if is_source { line.value } else { "broadcast".into() };
+    Some(Line { value, among: lowering.members(MODEL_PARALLEL).clone(), ..line })
+}
+
+/// The first rank's parameters to all ranks that hold the same. Returns how many collectives that took.
 fn broadcast(plan: &Plan, lowering: &Lowering, streams: Streams, comm: &mut Comm) -> Result<u64, DeviceError> {
     let mut seq = 0;
     if plan.ranks() == 1 {
         return Ok(seq);
     }
     for allocation in plan.memory().allocations {
-        let dtype = match allocation.purpose {
-            Purpose::Params(buffer) => plan.buffer(buffer).dtype,
-            Purpose::Frozen(buffer) => plan.frozen()[buffer.0 as usize].dtype,
+        let (dtype, shard_group) = match allocation.purpose {
+            Purpose::Params(buffer) => (plan.buffer(buffer).dtype, plan.buffer(buffer).shard_group),
+            Purpose::Frozen(buffer) => {
+                let frozen = &plan.frozen()[buffer.0 as usize];
+                (frozen.dtype, frozen.shard_group)
+            }
             _ => continue,
         };
+        let replicas = plan.shard_groups()[shard_group].across == Across::Replicas;
+        let group = plan.group_number(if replicas { 0 } else { shard_group });
         let Some(range) = lowering.allocation(allocation.purpose) else { continue };
         let key = CollectiveKey {
             seq,
@@ -221,10 +242,10 @@ fn broadcast(plan: &Plan, lowering: &Lowering, streams: Streams, comm: &mut Comm
             bytes: range.bytes() as u64,
             dtype,
             version: 0,
-            group: 0,
+            group,
         };
         let op = CollectiveOp::Broadcast { range, root: 0 };
-        comm.issue(streams.gather, Collective::of_all(key, op))?;
+        comm.issue(streams.gather, Collective::new(key, lowering.members(group).clone(), op))?;
         seq += 1;
     }
     Ok(seq)
@@ -263,35 +284,50 @@ fn start_failure(rank: usize, error: DeviceError) -> Cause {
 
 /// What must be the same on every rank. Overlap modes and credits need not be: they decide when, never which.
 fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
-    let mut lines = vec![("number of parameters".to_string(), plan.params().len().to_string())];
+    let mut lines = vec![Line::new("number of parameters", plan.params().len().to_string())];
     for param in plan.params() {
         let flags = if param.trainable { "trainable" } else { "frozen" };
         let value = format!("{:?} {} {flags}, group {}", param.shape, param.dtype, param.group);
-        lines.push((format!("parameter {}", param.name), value));
+        lines.push(Line::new(format!("parameter {}", param.name), value));
     }
     for unit in plan.units() {
         let names: Vec<&str> = unit.params.iter().map(|param| plan.param(*param).name.as_str()).collect();
-        lines.push((format!("unit {}", unit.name), format!("chunk {}, {}", unit.chunk, names.join(" "))));
+        lines.push(Line::new(format!("unit {}", unit.name), format!("chunk {}, {}", unit.chunk, names.join(" "))));
     }
-    lines.extend(config.agree.iter().cloned());
-    lines.push(("bucket size".into(), plan.bucket_size().to_string()));
-    lines.push(("plan".into(), format!("{:016x}", plan.fingerprint())));
-    lines.push(("averaging, clipping and policies".into(), format!("{:?}", config.rule)));
-    lines.push(("loss scaler".into(), format!("{:?}", config.scaler)));
-    lines.push(("optimizer groups".into(), format!("{:?}", config.groups)));
-    lines.push(("check_order_every".into(), config.check_order_every.to_string()));
-    lines.push(("start_params".into(), format!("{:?}", config.start_params)));
+    lines.extend(config.agree.iter().map(|(what, value)| Line::new(what, value)));
+    lines.push(Line::new("ranks that share a copy of the model", plan.model_parallel().to_string()));
+    for group in &plan.shard_groups()[1..] {
+        let value = format!("{} ranks, {:?}, average over {}", group.ranks, group.across, group.average_over);
+        lines.push(Line::new(format!("shard group {}", group.name.as_deref().unwrap_or_default()), value));
+    }
+    lines.push(Line::new("bucket size", plan.bucket_size().to_string()));
+    lines.push(Line::new("plan", format!("{:016x}", plan.fingerprint())));
+    lines.push(Line::new("averaging, clipping and policies", format!("{:?}", config.rule)));
+    lines.push(Line::new("loss scaler", format!("{:?}", config.scaler)));
+    lines.push(Line::new("optimizer groups", format!("{:?}", config.groups)));
+    lines.push(Line::new("check_order_every", config.check_order_every.to_string()));
+    lines.push(Line::new("start_params", format!("{:?}", config.start_params)));
     lines
 }
 
-/// FNV-1a over all parameters' bytes in registration order.
-pub(super) fn parameter_hash(plan: &Plan, lowering: &Lowering, device: &dyn Device) -> Result<u64, LeaseError> {
-    let mut hash = Fnv::new();
+/// FNV-1a over the bytes of parameters in registration order, apart for those that other ranks hold alike. `what` names them.
+pub(super) fn parameter_hashes(
+    what: &str,
+    plan: &Plan,
+    lowering: &Lowering,
+    device: &dyn Device,
+) -> Result<Agreement, LeaseError> {
+    let mut hashes = BTreeMap::new();
     for param in plan.params() {
         let lease = device.lease(lowering.param(param.id), AccessMode::Read)?;
-        hash.bytes(lease.as_bytes());
+        hashes.entry(plan.holders(param)).or_insert(Fnv::new()).bytes(lease.as_bytes());
     }
-    Ok(hash.finish())
+    let line = |(division, hash): (u32, Fnv)| {
+        let among = lowering.members(division).clone();
+        let whose = if among == Members::ALL { String::new() } else { format!(" that {among} share") };
+        Line { among, ..Line::new(format!("hash of the {what}{whose}"), format!("{:016x}", hash.finish())) }
+    };
+    Ok(hashes.into_iter().map(line).collect())
 }
 
 /// Waits for the start-up work; a rank that leaves meanwhile, or the deadline, ends it.

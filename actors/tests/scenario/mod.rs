@@ -5,7 +5,8 @@
 use std::sync::Arc;
 
 use gatherflow_actors::plan::{
-    Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Storage, UnitId, UnitSpec,
+    Across, Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, ShardGroupSpec, Storage, UnitId,
+    UnitSpec,
 };
 use gatherflow_actors::{
     Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig,
@@ -50,11 +51,16 @@ impl Draw {
 #[derive(Clone, Debug)]
 pub struct Shape {
     pub ranks: usize,
+    pub model_parallel: usize,
     /// Per unit, its parameters.
     pub units: Vec<Vec<usize>>,
     pub numel: Vec<usize>,
     pub dtype: Vec<DType>,
     pub trainable: Vec<bool>,
+    /// Per parameter, its shard group.
+    pub shard_group: Vec<usize>,
+    /// Ranks of the two shard groups with a d of their own: replicas, experts.
+    pub group_ranks: [usize; 2],
     pub bucket_size: usize,
     pub storage: Storage,
 }
@@ -64,20 +70,36 @@ impl Shape {
         let params = units * per_unit;
         Self {
             ranks,
+            model_parallel: 1,
             units: (0..units).map(|u| (u * per_unit..(u + 1) * per_unit).collect()).collect(),
             numel: vec![numel; params],
             dtype: vec![DType::Bf16; params],
             trainable: vec![true; params],
+            shard_group: vec![0; params],
+            group_ranks: [1; 2],
             bucket_size,
             storage: Storage::Views,
         }
     }
 
+    /// Four copies of the model on two ranks each; every third parameter a replica on two of the four, every third an expert.
+    pub fn grouped() -> Self {
+        let regular = Self::regular(8, 6, 2, 100, 100);
+        let shard_group = (0..regular.numel.len()).map(|i| i % 3).collect();
+        Self { model_parallel: 2, shard_group, group_ranks: [2; 2], ..regular }
+    }
+
     pub fn draw(seed: u64) -> Self {
         let mut draw = Draw::new(seed);
         let units = 1 + draw.below(6);
+        let (d, model_parallel) = (1 + draw.below(4), [1, 1, 2, 3][draw.below(4)]);
+        let divisors: Vec<usize> = (1..=d).filter(|n| d.is_multiple_of(*n)).collect();
+        let grouped = draw.chance(50);
         let mut shape = Self {
-            ranks: 1 + draw.below(4),
+            ranks: d * model_parallel,
+            model_parallel,
+            shard_group: Vec::new(),
+            group_ranks: [0; 2].map(|_| divisors[draw.below(divisors.len())]),
             units: Vec::new(),
             numel: Vec::new(),
             dtype: Vec::new(),
@@ -92,6 +114,7 @@ impl Shape {
                 shape.numel.push([1, 3, 63, 64, 65, 130, 500][draw.below(7)]);
                 shape.dtype.push([DType::Bf16, DType::F32, DType::F16][draw.below(3)]);
                 shape.trainable.push(!draw.chance(15));
+                shape.shard_group.push(if grouped { draw.below(3) } else { 0 });
             }
             // A weight that an earlier unit uses too.
             if draw.chance(25) {
@@ -109,12 +132,14 @@ impl Shape {
         let params = (0..self.numel.len()).map(|i| {
             let mut param = ParamSpec::new(format!("p{i}"), [self.numel[i]], self.dtype[i]);
             param.trainable = self.trainable[i];
+            param.shard_group = self.shard_group[i];
             param
         });
         let unit = |(i, members): (usize, &Vec<usize>)| UnitSpec {
             name: format!("u{i}"),
             params: members.iter().map(|p| ParamId(*p as u32)).collect(),
         };
+        let group = |name: &str, ranks, across| ShardGroupSpec { name: name.into(), ranks, across, average_over: None };
         let input = PlanInput {
             chunks: vec![ChunkSpec { units: self.units.iter().enumerate().map(unit).collect() }],
             ranks: self.ranks,
@@ -123,7 +148,11 @@ impl Shape {
             bucketing: Bucketing::Size(self.bucket_size),
             alignment: Alignment::default(),
             storage: self.storage,
-            model_parallel_rank: 0,
+            model_parallel: self.model_parallel,
+            shard_groups: vec![
+                group("replicas", self.group_ranks[0], Across::Replicas),
+                group("experts", self.group_ranks[1], Across::Experts),
+            ],
         };
         Plan::new(&input).expect("a legal model")
     }

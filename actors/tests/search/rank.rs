@@ -72,12 +72,24 @@ pub struct Rank {
     posted: VecDeque<usize>,
 }
 
+/// The bucket whose reduce is followed by a sum over other groups.
+const SUMMED: usize = 1;
+
 impl Rank {
     pub fn new(setup: &Rc<Setup>, me: usize) -> Self {
         let n = setup.buckets();
         let order: Vec<BucketId> = (0..n).map(|position| setup.bucket_at(position)).collect();
-        let wire = WireBucket { reduce_bytes: 8, reduce_dtype: DType::F32, gather_bytes: 4, gather_dtype: DType::Bf16 };
-        let sequence = Sequence::new(order.clone(), vec![wire; n], 128, 0);
+        let wire = WireBucket {
+            reduce_bytes: 8,
+            reduce_dtype: DType::F32,
+            gather_bytes: 4,
+            gather_dtype: DType::Bf16,
+            shard_bytes: 4,
+            group: 0,
+            sums: [0; 2],
+        };
+        let wire = |bucket: usize| if bucket == SUMMED { WireBucket { sums: [2, 0], ..wire } } else { wire };
+        let sequence = Sequence::new(order.clone(), (0..n).map(wire).collect(), 128, 0);
         let bucket = |id: usize| {
             let members = setup.members[setup.position(BucketId::from_index(id))];
             let bucket = Bucket::new(BucketId::from_index(id), members, setup.overlap_grad_reduce, Event::done(0));
@@ -426,7 +438,11 @@ impl Rank {
         for step in 0..self.setup.steps {
             let positions = 0..self.setup.buckets();
             let named = |kind, position, version| (kind, self.setup.bucket_at(position).0, version);
-            expected.extend(positions.clone().rev().map(|p| named(CollectiveKind::Reduce, p, step)));
+            expected.extend(positions.clone().rev().flat_map(|p| {
+                let sum = named(CollectiveKind::Sum, p, step);
+                let sum = (self.setup.bucket_at(p).0 as usize == SUMMED).then_some(sum);
+                std::iter::once(named(CollectiveKind::Reduce, p, step)).chain(sum)
+            }));
             expected.push((CollectiveKind::Small, CollectiveKey::NO_BUCKET, step));
             if self.setup.updated(step) {
                 expected.extend(positions.map(|p| named(CollectiveKind::Gather, p, step + 1)));

@@ -75,7 +75,7 @@ fn partials(work: &NormPartials, operands: &mut Operands<'_>) -> Result<(), Devi
     }
     let out = operands.write_bytes(work.out)?;
     equal("norm partials", Partial::BYTES, out.len(), "bytes")?;
-    out.copy_from_slice(&norm::partial(grad, &work.pieces).to_bytes());
+    out.copy_from_slice(&norm::partial(grad, &work.pieces).scaled(work.ratio).to_bytes());
     Ok(())
 }
 
@@ -131,6 +131,7 @@ fn adam_pass<G: Element, P: Element>(
     if scalars.skip {
         return Ok(());
     }
+    let factor = (scalars.factor * work.ratio) as f32;
     for segment in work.segments.iter() {
         let run = segment.start..segment.end;
         let slices = AdamSlices {
@@ -140,7 +141,7 @@ fn adam_pass<G: Element, P: Element>(
             exp_avg_sq: &mut exp_avg_sq[run.clone()],
             param: param.as_mut().map(|p| &mut p[run]),
         };
-        adam(&work.rows[segment.group], scalars.factor, slices);
+        adam(&work.rows[segment.group], factor, slices);
     }
     Ok(())
 }

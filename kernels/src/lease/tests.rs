@@ -105,6 +105,7 @@ fn the_work_with_the_most_ranges_fits() {
         exp_avg_sq: at(3),
         param: Some((at(4), crate::DType::F32)),
         scalars: at(5),
+        ratio: 1.0,
         segments: [].into(),
         rows: [].into(),
     });

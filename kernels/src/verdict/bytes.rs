@@ -54,13 +54,13 @@ impl Scalars {
     /// Size in memory: a cache line.
     pub const BYTES: usize = 64;
 
-    /// Sixteen 32-bit words: `factor`, `skip`, `scale`, `growth_counter`, `hysteresis`, then zeros.
+    /// Eight 64-bit words: `factor`, then in halves `skip` and `scale`, `growth_counter` and `hysteresis`, then zeros.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let halves = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         from_words([
-            halves(self.factor.to_bits(), u32::from(self.skip)),
-            halves(self.scale.to_bits(), self.growth_counter),
-            halves(self.hysteresis.cast_unsigned(), 0),
+            self.factor.to_bits(),
+            halves(u32::from(self.skip), self.scale.to_bits()),
+            halves(self.growth_counter, self.hysteresis.cast_unsigned()),
             0,
             0,
             0,
@@ -73,11 +73,11 @@ impl Scalars {
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         let [first, second, third, ..]: [u64; 8] = words(bytes);
         Self {
-            factor: f32::from_bits(first as u32),
-            skip: first >> 32 != 0,
-            scale: f32::from_bits(second as u32),
-            growth_counter: (second >> 32) as u32,
-            hysteresis: (third as u32).cast_signed(),
+            factor: f64::from_bits(first),
+            skip: second as u32 != 0,
+            scale: f32::from_bits((second >> 32) as u32),
+            growth_counter: third as u32,
+            hysteresis: ((third >> 32) as u32).cast_signed(),
         }
     }
 }

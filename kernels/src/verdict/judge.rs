@@ -64,7 +64,7 @@ pub fn judge(records: &[RankRecord], rule: &VerdictRule, scaler: &ScalerRule, sc
         Some(average) if nonfinite.is_none() && spoiled.is_none() => {
             let unscale = 1.0 / f64::from(loss_scale);
             let norm = job.sum_squares.sqrt() * average * unscale;
-            scalars.factor = (average * unscale * clip_factor(rule.max_norm, norm)) as f32;
+            scalars.factor = average * unscale * clip_factor(rule.max_norm, norm);
             scalars.skip = false;
             report.updated = true;
             report.grad_norm = Some(norm);
@@ -168,7 +168,7 @@ mod tests {
         let rule = VerdictRule { max_norm: 0.1, ..RANKS };
         let (scalars, report) = judged(&[record(36.0), record(64.0)], &rule, &ScalerRule::None);
         assert_eq!(report.grad_norm, Some(5.0));
-        assert_eq!(scalars.factor, (0.5 * (0.1 / (5.0 + 1e-6))) as f32);
+        assert_eq!(scalars.factor as f32, (0.5 * (0.1 / (5.0 + 1e-6))) as f32);
     }
 
     #[test]

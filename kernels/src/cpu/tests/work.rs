@@ -59,7 +59,8 @@ impl Step {
         let optimizer = device.stream(StreamKind::Optimizer).unwrap();
         let reduce = device.stream(StreamKind::Reduce).unwrap();
         let piece = NormPiece { start: 0, end: NUMEL - 1, param: 4, counted: true };
-        let norm = NormPartials { grad: self.grad.whole(), pieces: [piece].into(), out: self.partial.whole() };
+        let norm =
+            NormPartials { grad: self.grad.whole(), pieces: [piece].into(), ratio: 1.0, out: self.partial.whole() };
         device.enqueue(reduce, Work::NormPartials(norm)).unwrap();
         let mine = self.records.range(rank * RankRecord::BYTES, (rank + 1) * RankRecord::BYTES);
         device.enqueue(reduce, Work::Fold(Fold { partials: self.partial.whole(), host, out: mine })).unwrap();
@@ -84,6 +85,7 @@ impl Step {
             exp_avg_sq: self.state[2].whole(),
             param: Some((self.param.whole(), DType::Bf16)),
             scalars: self.scalars.whole(),
+            ratio: 1.0,
             segments: [AdamSegment { start: 0, end: NUMEL - 1, group: 0 }].into(),
             rows: [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, seq + 1)].into(),
         };
@@ -141,13 +143,14 @@ fn work_that_does_not_fit_is_named() {
             exp_avg_sq: at(3),
             param: None,
             scalars: b.range(64, 64 + Scalars::BYTES),
+            ratio: 1.0,
             segments: [AdamSegment { start: 0, end, group }].into(),
             rows: [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, 1)].into(),
         })
     };
     let norm = |b: &Buffer, end, out| {
         let piece = NormPiece { start: 0, end, param: 0, counted: true };
-        Work::NormPartials(NormPartials { grad: b.range(0, 8), pieces: [piece].into(), out })
+        Work::NormPartials(NormPartials { grad: b.range(0, 8), pieces: [piece].into(), ratio: 1.0, out })
     };
     let verdict = |records, scalars| {
         let rule = VerdictRule { average: Average::Ranks(1), max_norm: 0.0, on_nonfinite: OnNonFinite::Skip };

@@ -1,0 +1,184 @@
+//! How the ranks of a job are divided, and which part of each division a rank belongs to (SPEC L2, T0, T2a).
+//!
+//! The job has `ranks` ranks: `model_parallel` adjacent ones share one copy of the model, so rank r is model-parallel rank
+//! `r % model_parallel` and data-parallel rank `r / model_parallel` of d. A shard group of its own has fewer ranks than d,
+//! which its size divides: consecutive data-parallel ranks, so d / size groups stand side by side. What the others hold is its
+//! [`Across`].
+//!
+//! Every division has a number, the same on every rank and compared as part of each collective (rule O2); a rank runs the
+//! collective with the members of its own part.
+
+use gatherflow_kernels::Members;
+
+use super::ids::{BucketId, Rank};
+use super::{ParamPlan, Plan};
+
+/// What the other shard groups beside a rank's own hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Across {
+    /// Replicas of the same parameters: each reduce is followed by a sum over the groups.
+    #[default]
+    Replicas,
+    /// Other parameters under the same names (experts): nothing is summed over the groups.
+    Experts,
+}
+
+/// A shard group with fewer ranks than all that share the model's other parameters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardGroupSpec {
+    /// Unique among shard groups.
+    pub name: String,
+    /// Its d: divides the number of data-parallel ranks.
+    pub ranks: usize,
+    /// What the other groups hold.
+    pub across: Across,
+    /// Averaging divides by this number of ranks; `None`: by as many as add up.
+    pub average_over: Option<usize>,
+}
+
+/// A shard group as planned. Number 0 is that of all data-parallel ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardGroupPlan {
+    /// Its name; `None` for number 0.
+    pub name: Option<String>,
+    /// Its d: how many ranks share one set of shards.
+    pub ranks: usize,
+    /// What the other groups hold.
+    pub across: Across,
+    /// Averaging divides by this number of ranks.
+    pub average_over: usize,
+}
+
+/// All ranks of the job.
+pub const JOB: u32 = 0;
+/// The ranks that share a model-parallel rank.
+const DATA_PARALLEL: u32 = 1;
+/// The ranks that share a data-parallel rank.
+pub const MODEL_PARALLEL: u32 = 2;
+/// Shard group `i` is `FIRST_GROUP + 2 (i - 1)`, what lies across it one more.
+const FIRST_GROUP: u32 = 3;
+
+impl Plan {
+    /// d: the number of ranks that share one set of shards, unless a parameter names another group.
+    pub fn data_parallel(&self) -> usize {
+        self.ranks / self.model_parallel
+    }
+
+    /// The number of ranks that share one copy of the model.
+    pub fn model_parallel(&self) -> usize {
+        self.model_parallel
+    }
+
+    /// A rank's number among those that share its copy of the model.
+    pub fn model_parallel_rank(&self, rank: Rank) -> usize {
+        rank.0 % self.model_parallel
+    }
+
+    /// A rank's number among those that train the same part of the model on other data.
+    pub fn data_parallel_rank(&self, rank: Rank) -> usize {
+        rank.0 / self.model_parallel
+    }
+
+    /// Shard groups by number; the first is that of all data-parallel ranks.
+    pub fn shard_groups(&self) -> &[ShardGroupPlan] {
+        &self.shard_groups
+    }
+
+    /// The shard group of a bucket.
+    pub fn shard_group(&self, bucket: BucketId) -> &ShardGroupPlan {
+        &self.shard_groups[self.buffer(self.bucket(bucket).buffer).shard_group]
+    }
+
+    /// Which shard of a bucket a rank owns.
+    pub fn slot(&self, rank: Rank, bucket: BucketId) -> usize {
+        self.data_parallel_rank(rank) % self.shard_group(bucket).ranks
+    }
+
+    /// What a bucket's gradients are multiplied by beyond the average over d: other groups average over other numbers of ranks.
+    pub fn gradient_ratio(&self, bucket: BucketId) -> f64 {
+        self.data_parallel() as f64 / self.shard_group(bucket).average_over as f64
+    }
+
+    /// Whether norm and zero count have a parameter from this rank: each logical element once (SPEC T2a). The first copy of a
+    /// shared one, on the first of several replicas, and on model-parallel rank 0 only unless it is tensor-parallel.
+    pub fn counts(&self, rank: Rank, param: &ParamPlan) -> bool {
+        let group = &self.shard_groups[param.shard_group];
+        let replica = self.data_parallel_rank(rank) / group.ranks;
+        param.first_copy
+            && (group.across == Across::Experts || replica == 0)
+            && (param.tensor_parallel || self.model_parallel_rank(rank) == 0)
+    }
+
+    /// The division whose parts hold a parameter alike: all ranks, unless each model-parallel rank or each shard group has
+    /// another part of the model in it.
+    pub fn holders(&self, param: &ParamPlan) -> u32 {
+        let experts = self.shard_groups[param.shard_group].across == Across::Experts && param.shard_group > 0;
+        match (experts, param.tensor_parallel) {
+            (true, _) => self.group_number(param.shard_group),
+            (false, true) => self.group_number(0),
+            (false, false) => JOB,
+        }
+    }
+
+    /// The division over which a bucket is reduced and gathered.
+    pub fn reduce_group(&self, bucket: BucketId) -> u32 {
+        self.group_number(self.buffer(self.bucket(bucket).buffer).shard_group)
+    }
+
+    /// The division whose parts hold a shard group's parameters alike.
+    pub fn group_number(&self, shard_group: usize) -> u32 {
+        match shard_group {
+            _ if self.shard_groups[shard_group].ranks < self.data_parallel() => {
+                FIRST_GROUP + 2 * (shard_group as u32 - 1)
+            }
+            _ if self.model_parallel > 1 => DATA_PARALLEL,
+            _ => JOB,
+        }
+    }
+
+    /// The divisions over whose parts a bucket's reduced shards are summed, one after the other; [`JOB`] is none.
+    pub fn sum_groups(&self, bucket: BucketId) -> [u32; 2] {
+        let within = self.reduce_group(bucket);
+        let replicas = within >= FIRST_GROUP && self.shard_group(bucket).across == Across::Replicas;
+        [if replicas { within + 1 } else { JOB }, JOB]
+    }
+
+    /// How many numbers of divisions there are.
+    pub fn divisions(&self) -> u32 {
+        FIRST_GROUP + 2 * (self.shard_groups.len() as u32 - 1)
+    }
+
+    /// The ranks of a rank's own part of a division.
+    pub fn members(&self, rank: Rank, division: u32) -> Members {
+        let (d, model) = (self.data_parallel(), self.model_parallel);
+        let (at, layer) = (self.data_parallel_rank(rank), self.model_parallel_rank(rank));
+        let of = |ranks: &mut dyn Iterator<Item = usize>| Members::of(ranks.map(|at| at * model + layer), self.ranks);
+        match division {
+            JOB => Members::ALL,
+            DATA_PARALLEL => of(&mut (0..d)),
+            MODEL_PARALLEL => Members::of((0..model).map(|layer| at * model + layer), self.ranks),
+            own => {
+                let group = &self.shard_groups[1 + (own - FIRST_GROUP) as usize / 2];
+                if (own - FIRST_GROUP).is_multiple_of(2) {
+                    let start = at / group.ranks * group.ranks;
+                    of(&mut (start..start + group.ranks))
+                } else {
+                    of(&mut (at % group.ranks..d).step_by(group.ranks))
+                }
+            }
+        }
+    }
+}
+
+/// The groups of a checked input.
+pub(super) fn plan(d: usize, specs: &[ShardGroupSpec]) -> Vec<ShardGroupPlan> {
+    let all = ShardGroupPlan { name: None, ranks: d, across: Across::Experts, average_over: d };
+    let named = specs.iter().map(|spec| ShardGroupPlan {
+        name: Some(spec.name.clone()),
+        ranks: spec.ranks,
+        across: spec.across,
+        average_over: spec.average_over.unwrap_or(if spec.across == Across::Replicas { d } else { spec.ranks }),
+    });
+    std::iter::once(all).chain(named).collect()
+}
