@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use gatherflow_kernels::adam::AdamRow;
+use gatherflow_kernels::adam::AdamRows;
 use gatherflow_kernels::verdict::{HostVerdict, StepReport};
 use gatherflow_kernels::{CollectiveKey, Event};
 
@@ -24,7 +24,8 @@ use crate::supervisor::SupervisorMsg;
 pub enum Edge {
     /// A reduce starts after the last gradient write of its bucket.
     E1,
-    /// Norm partials after the reduce, the small all-gather after all partials, the verdict after it.
+    /// Norm partials after the reduce, the small all-gather after all partials, the verdict after it, and what the executor
+    /// reads of the verdict after that.
     E2,
     /// Adam after the last read of the version it overwrites.
     E3,
@@ -34,6 +35,8 @@ pub enum Edge {
     E5,
     /// The first gradient write of the next step after this step's reduce and Adam.
     E6,
+    /// The verdict, which moves the loss scale, after the executor's read of the scale.
+    E7,
     /// A gather let go by a unit's entry after the executor's stream has reached that entry.
     E8,
 }
@@ -70,8 +73,8 @@ pub enum Op {
     Adam {
         /// Which bucket.
         bucket: BucketId,
-        /// One row per group.
-        rows: Arc<[AdamRow]>,
+        /// One row per group, for each t still possible.
+        rows: AdamRows,
     },
 }
 
@@ -94,6 +97,13 @@ pub enum Publication {
         /// For which step.
         version: u64,
         /// Behind Adam.
+        event: Event,
+    },
+    /// The verdict of so many steps is enqueued: the loss scale of the next one may be read once `event` is done.
+    Judged {
+        /// How many steps.
+        steps: u64,
+        /// Behind the verdict.
         event: Event,
     },
     /// The outcome of a step is known.
@@ -149,7 +159,7 @@ pub enum Action {
         /// Behind what.
         after: After,
     },
-    /// Deliver the verdict of `step` to the optimizer when the event is done.
+    /// Deliver the verdict of `step` to the optimizer when the event is done. Several may be awaited, in the order of steps.
     WhenVerdict {
         /// Behind the verdict.
         event: Event,

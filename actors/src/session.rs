@@ -22,7 +22,7 @@ use crate::drill::Drill;
 use crate::face::Face;
 use crate::hands::{Hands, Post};
 use crate::lowering::BucketMemory;
-use crate::optimizer::{Group, LrRow};
+use crate::optimizer::{Group, LrRow, Skip};
 use crate::plan::{BucketId, ParamId, Plan};
 use crate::prehook::{Credits, FirstGather, Overlap};
 use crate::recorder::Recorder;
@@ -64,6 +64,8 @@ pub struct SessionConfig {
     pub rule: VerdictRule,
     /// The loss scaler.
     pub scaler: ScalerRule,
+    /// Who decides that a step is skipped.
+    pub skip: Skip,
     /// The optimizer groups, by number.
     pub groups: Vec<Group>,
     /// `step` blocks while this many outcomes are unknown.
@@ -155,6 +157,8 @@ pub struct Session {
     opened: AtomicU64,
     /// Chain mode: `(version, gathers waited for)`.
     chain: Mutex<(u64, u32)>,
+    /// Behind the executor's last read of the loss scale since `step`.
+    scale_read: Mutex<Option<Event>>,
     recorder: Recorder,
     /// How it was closed.
     closed: OnceLock<Result<(), Cause>>,

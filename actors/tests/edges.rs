@@ -4,7 +4,7 @@
 #[path = "scenario/mod.rs"]
 mod scenario;
 
-use gatherflow_actors::{Edge, FirstGather, Overlap};
+use gatherflow_actors::{Edge, FirstGather, Overlap, Skip};
 use gatherflow_kernels::check::{CheckOptions, RunAhead, Summary, Violations, check_logs};
 use proptest::prelude::*;
 use scenario::{Scenario, Shape};
@@ -29,26 +29,43 @@ fn a_plain_run_is_clean_in_every_mode() {
             (true, FirstGather::ZeroGrad),
             (true, FirstGather::Forward),
         ] {
-            let scenario = Scenario { overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
-            let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}: {v}"));
-            let buckets = scenario.plan().buckets().len();
-            assert!(buckets > 3);
-            let updated = scenario.steps as usize - scenario.skipped.len();
-            assert_eq!(summary.gathers, buckets * updated, "{overlap:?}");
-            assert_eq!(summary.reduces, buckets * scenario.steps as usize, "{overlap:?}");
-            assert_eq!(summary.smalls, scenario.steps as usize);
+            for (skip, skipped) in [(Skip::Host, vec![]), (Skip::Host, vec![2]), (Skip::Device, vec![0, 2])] {
+                let mode = Scenario { overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
+                let scenario = Scenario { skip, skipped, reads_scale: true, ..mode };
+                let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}: {v}"));
+                let buckets = scenario.plan().buckets().len();
+                assert!(buckets > 3);
+                assert_eq!(summary.gathers, buckets * scenario.gathered_versions(), "{overlap:?}, {skip:?}");
+                assert_eq!(summary.reduces, buckets * scenario.steps as usize, "{overlap:?}");
+                assert_eq!(summary.smalls, scenario.steps as usize);
+            }
         }
     }
 }
 
 #[test]
 fn leaving_out_the_waits_of_any_edge_is_found() {
-    for edge in [Edge::E1, Edge::E2, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
-        let scenario = Scenario { dropped_edge: Some(edge), ..Scenario::thorough() };
-        let violations = check(&scenario).expect_err(&format!("{edge:?} is missing and nothing was found"));
-        assert!(violations.summary.races > 0, "{edge:?} must show as an unordered access: {violations}");
+    for skip in [Skip::Host, Skip::Device] {
+        let thorough = Scenario { skip, ..Scenario::thorough() };
+        for edge in [Edge::E1, Edge::E2, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
+            let scenario = Scenario { dropped_edge: Some(edge), ..thorough.clone() };
+            let violations = check(&scenario).expect_err(&format!("{edge:?} is missing and nothing was found"));
+            assert!(violations.summary.races > 0, "{edge:?} must show as an unordered access: {violations}");
+        }
+        check(&thorough).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
     }
-    check(&Scenario::thorough()).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
+}
+
+#[test]
+fn leaving_out_e7_lets_the_verdict_move_the_scale_under_its_reader_where_the_device_decides() {
+    // Where gradients come after the read, their events order it too: here it is read after them.
+    let with = Scenario { skip: Skip::Device, reads_scale: true, ..Scenario::plain() };
+    check(&with).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
+    let violations = check(&Scenario { dropped_edge: Some(Edge::E7), ..with.clone() }).expect_err("E7 is missing");
+    assert_eq!(violations.summary.races as u64, with.steps * with.shape.ranks as u64, "one a verdict: {violations}");
+    let host = Scenario { skip: Skip::Host, dropped_edge: Some(Edge::E7), ..with.clone() };
+    let violations = check(&host).expect_err("E7 is missing");
+    assert_eq!(violations.summary.races, with.shape.ranks, "outcomes tell the host all scales but the first: {violations}");
 }
 
 #[test]

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
 use gatherflow_actors::{
-    Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, StartParams,
-    StepRequest,
+    Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, Skip,
+    StartParams, StepRequest,
 };
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
 use gatherflow_kernels::{Cause, DType, OpenOptions};
@@ -95,6 +95,7 @@ fn config(overlap: Overlap, credits: u32, driver: Driver) -> SessionConfig {
         rule: VerdictRule { average: Average::Ranks(1), max_norm: 1.0, on_nonfinite: OnNonFinite::Skip },
         scaler: ScalerRule::None,
         groups: vec![Group::default()],
+        skip: Skip::Host,
         steps_in_flight: 2,
         deadlines: Deadlines { start_up: limit, collective: limit, silence: limit },
         busy_warning: limit,

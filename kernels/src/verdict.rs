@@ -137,6 +137,8 @@ pub struct Scalars {
     pub growth_counter: u32,
     /// Bad steps left before back-off.
     pub hysteresis: i32,
+    /// How many steps were updated, the one judged last included: it picks among [`crate::adam::AdamRows`].
+    pub updates: u64,
 }
 
 /// What the host is told of a step.
@@ -165,23 +167,26 @@ pub struct StepReport {
     pub stop: bool,
 }
 
-/// The slot in which a device leaves the [`StepReport`] before it ends the event behind the verdict.
+/// The slots in which a device leaves each [`StepReport`] before it ends the event behind that step's verdict. There are as many
+/// as verdicts that nobody has looked at.
 #[derive(Clone, Debug, Default)]
-pub struct Report(Arc<Mutex<Option<StepReport>>>);
+pub struct Report(Arc<Mutex<Vec<(u64, StepReport)>>>);
 
 impl Report {
-    /// An empty slot.
+    /// No report yet.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Leaves the report.
-    pub fn put(&self, report: StepReport) {
-        *self.0.lock() = Some(report);
+    /// Leaves the report of a step.
+    pub fn put(&self, step: u64, report: StepReport) {
+        self.0.lock().push((step, report));
     }
 
-    /// The report, once the device has left it.
-    pub fn get(&self) -> Option<StepReport> {
-        self.0.lock().clone()
+    /// Takes the report of a step, once the device has left it.
+    pub fn take(&self, step: u64) -> Option<StepReport> {
+        let mut reports = self.0.lock();
+        let at = reports.iter().position(|(number, _)| *number == step)?;
+        Some(reports.swap_remove(at).1)
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use crate::adam::AdamRow;
+use crate::adam::AdamRows;
 use crate::buffer::BufRange;
 use crate::collective::{Collective, CollectiveOp};
 use crate::device::{Access, AccessMode};
@@ -126,8 +126,8 @@ pub struct Adam {
     pub scalars: BufRange,
     /// Which elements belong to which optimizer group, ascending; elements in no segment are padding.
     pub segments: Arc<[AdamSegment]>,
-    /// One row of scalars per optimizer group.
-    pub rows: Arc<[AdamRow]>,
+    /// One row of scalars per optimizer group, for each number of updated steps that is still possible.
+    pub rows: AdamRows,
 }
 
 /// A run of elements of one optimizer group.

@@ -152,6 +152,7 @@ fn session(
         steps: AtomicU64::new(0),
         opened: AtomicU64::new(0),
         chain: Mutex::new((0, 0)),
+        scale_read: Mutex::default(),
         recorder: Recorder::new(),
         closed: OnceLock::new(),
     }
@@ -276,6 +277,7 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
     lines.push(("plan".into(), format!("{:016x}", plan.fingerprint())));
     lines.push(("averaging, clipping and policies".into(), format!("{:?}", config.rule)));
     lines.push(("loss scaler".into(), format!("{:?}", config.scaler)));
+    lines.push(("skip".into(), format!("{:?}", config.skip)));
     lines.push(("optimizer groups".into(), format!("{:?}", config.groups)));
     lines.push(("check_order_every".into(), config.check_order_every.to_string()));
     lines.push(("start_params".into(), format!("{:?}", config.start_params)));

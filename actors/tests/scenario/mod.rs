@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
 use gatherflow_actors::{
-    Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig,
+    Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig, Skip,
     StartParams, StepRequest,
 };
-use gatherflow_kernels::null::{NullLog, Script, updated_report};
+use gatherflow_kernels::null::{Gate, NullLog, Script, updated_report};
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
 use gatherflow_kernels::{Access, AccessMode, BufferId, Cause, DType, OpenOptions};
 
@@ -131,6 +131,9 @@ pub struct Scenario {
     pub credits: u32,
     pub first_gather: FirstGather,
     pub overlap_grad_reduce: bool,
+    pub skip: Skip,
+    /// The executor reads the loss scale before backward, and once more after it.
+    pub reads_scale: bool,
     pub steps_in_flight: u32,
     pub steps: u64,
     pub skipped: Vec<u64>,
@@ -142,6 +145,8 @@ pub struct Scenario {
     pub unused: usize,
     pub dropped_edge: Option<Edge>,
     pub issue_on_thread: bool,
+    /// What holds verdicts back.
+    pub gate: Option<Gate>,
 }
 
 /// What a run leaves.
@@ -169,6 +174,8 @@ impl Scenario {
             credits: 3,
             first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
+            skip: Skip::Host,
+            reads_scale: false,
             steps_in_flight: 2,
             steps: 4,
             skipped: Vec::new(),
@@ -177,6 +184,7 @@ impl Scenario {
             unused: 0,
             dropped_edge: None,
             issue_on_thread: false,
+            gate: None,
         }
     }
 
@@ -201,7 +209,10 @@ impl Scenario {
             unused: [0, 0, 20, 100][draw.below(4)],
             dropped_edge: None,
             issue_on_thread: false,
+            gate: None,
             first_gather: [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)],
+            skip: [Skip::Host, Skip::Device][draw.below(2)],
+            reads_scale: draw.chance(50),
         }
     }
 
@@ -223,6 +234,7 @@ impl Scenario {
             },
             scaler: ScalerRule::None,
             groups: vec![Group::default()],
+            skip: self.skip,
             steps_in_flight: self.steps_in_flight,
             deadlines: Deadlines {
                 start_up: std::time::Duration::from_secs(20),
@@ -266,10 +278,16 @@ impl Scenario {
         let options = OpenOptions {
             device: device.into(),
             script: Some(script),
+            gate: self.gate.clone(),
             issue_on_thread: self.issue_on_thread,
             ..OpenOptions::default()
         };
         Session::start(seat, plan.clone(), self.config(driver), options, &mut |_, _| Ok(())).expect("start")
+    }
+
+    /// How many gathers there are of each bucket: where the device decides, also in skipped steps.
+    pub fn gathered_versions(&self) -> usize {
+        self.steps as usize - if self.skip == Skip::Host { self.skipped.len() } else { 0 }
     }
 
     /// One rank's executor.
@@ -304,6 +322,9 @@ impl Scenario {
         session.zeroed();
         order.iter().try_for_each(|unit| read(*unit, &mut call))?;
 
+        if self.reads_scale {
+            session.loss_scale()?;
+        }
         // The same on every rank: which parameters get no gradient is decided by step alone.
         let mut draw = Draw::new(0xface ^ step);
         let used: Vec<bool> = plan.params().iter().map(|_| !draw.chance(self.unused)).collect();
@@ -329,6 +350,9 @@ impl Scenario {
         }
         if self.evaluate {
             order.iter().try_for_each(|unit| read(*unit, &mut call))?;
+        }
+        if self.reads_scale {
+            session.loss_scale()?;
         }
         let unwritten = plan.params().iter().filter(|p| p.trainable && !used[p.id.0 as usize]).map(|p| p.id);
         let request = StepRequest {

@@ -277,7 +277,7 @@ impl Rank {
             }
         }
         let (lrs, host, readers) = (Vec::new(), HostVerdict::default(), std::sync::Arc::from([]));
-        let start = StepStart { step, lrs, host, close, readers };
+        let start = StepStart { step, lrs, host, close, readers, scale_read: None };
         self.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))))?;
         self.executor.steps += 1;
         if setup.modes[self.me].0 == Overlap::None {

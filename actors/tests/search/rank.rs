@@ -213,7 +213,7 @@ impl Rank {
     fn perform(&mut self, action: Action) -> Result<(), Violation> {
         match action {
             Action::Send(letter) => self.post(letter)?,
-            Action::Enqueue { .. } | Action::Publish(Publication::PeakAhead(_)) => {}
+            Action::Enqueue { .. } | Action::Publish(Publication::PeakAhead(_) | Publication::Judged { .. }) => {}
             Action::Issue { key, .. } if self.setup.issue_on_thread => self.facts.issuing.push_back(key),
             Action::Issue { key, .. } => self.issue(key)?,
             Action::WhenVerdict { event, step } => self.facts.judging = Some((step, event.id())),

@@ -99,7 +99,7 @@ fn judge(work: &Verdict, operands: &mut Operands<'_>) -> Result<(), DeviceError>
     let mut scalars = Scalars::from_bytes(bytes);
     let report = verdict::judge(&ranks, &work.rule, &work.scaler, &mut scalars);
     *bytes = scalars.to_bytes();
-    work.report.put(report);
+    work.report.put(work.step, report);
     Ok(())
 }
 
@@ -123,14 +123,18 @@ fn adam_pass<G: Element, P: Element>(
         equal("adam", numel, len, "elements")?;
     }
     for segment in work.segments.iter() {
-        if segment.start > segment.end || segment.end > numel || segment.group >= work.rows.len() {
-            let reason = format!("{segment:?} does not fit {numel} elements and {} groups", work.rows.len());
+        if segment.start > segment.end || segment.end > numel || segment.group >= work.rows.groups() {
+            let reason = format!("{segment:?} does not fit {numel} elements and {} groups", work.rows.groups());
             return Err(DeviceError::BadWork { work: "adam", reason });
         }
     }
     if scalars.skip {
         return Ok(());
     }
+    let Some(rows) = work.rows.at(scalars.updates) else {
+        let reason = format!("no row for a step that is updated as number {}: {:?}", scalars.updates, work.rows);
+        return Err(DeviceError::BadWork { work: "adam", reason });
+    };
     for segment in work.segments.iter() {
         let run = segment.start..segment.end;
         let slices = AdamSlices {
@@ -140,7 +144,7 @@ fn adam_pass<G: Element, P: Element>(
             exp_avg_sq: &mut exp_avg_sq[run.clone()],
             param: param.as_mut().map(|p| &mut p[run]),
         };
-        adam(&work.rows[segment.group], scalars.factor, slices);
+        adam(&rows[segment.group], scalars.factor, slices);
     }
     Ok(())
 }

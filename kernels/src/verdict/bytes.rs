@@ -54,14 +54,15 @@ impl Scalars {
     /// Size in memory: a cache line.
     pub const BYTES: usize = 64;
 
-    /// Sixteen 32-bit words: `factor`, `skip`, `scale`, `growth_counter`, `hysteresis`, then zeros.
+    /// Sixteen 32-bit words: `factor`, `skip`, `scale`, `growth_counter`, `hysteresis`, 0, `updates` (two words), then
+    /// zeros.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let halves = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         from_words([
             halves(self.factor.to_bits(), u32::from(self.skip)),
             halves(self.scale.to_bits(), self.growth_counter),
             halves(self.hysteresis.cast_unsigned(), 0),
-            0,
+            self.updates,
             0,
             0,
             0,
@@ -71,13 +72,14 @@ impl Scalars {
 
     /// The inverse of [`Scalars::to_bytes`].
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let [first, second, third, ..]: [u64; 8] = words(bytes);
+        let [first, second, third, updates, ..]: [u64; 8] = words(bytes);
         Self {
             factor: f32::from_bits(first as u32),
             skip: first >> 32 != 0,
             scale: f32::from_bits(second as u32),
             growth_counter: (second >> 32) as u32,
             hysteresis: (third as u32).cast_signed(),
+            updates,
         }
     }
 }
@@ -110,7 +112,7 @@ mod tests {
     #[test]
     fn scalars_come_back_from_their_bytes() {
         for (skip, hysteresis) in [(false, 2), (true, -5)] {
-            let scalars = Scalars { factor: 0.3, skip, scale: 65536.0, growth_counter: 999, hysteresis };
+            let scalars = Scalars { factor: 0.3, skip, scale: 65536.0, growth_counter: 999, hysteresis, updates: u64::MAX - 7 };
             assert_eq!(Scalars::from_bytes(&scalars.to_bytes()), scalars);
         }
     }

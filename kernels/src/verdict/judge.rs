@@ -66,6 +66,7 @@ pub fn judge(records: &[RankRecord], rule: &VerdictRule, scaler: &ScalerRule, sc
             let norm = job.sum_squares.sqrt() * average * unscale;
             scalars.factor = (average * unscale * clip_factor(rule.max_norm, norm)) as f32;
             scalars.skip = false;
+            scalars.updates += 1;
             report.updated = true;
             report.grad_norm = Some(norm);
             report.zeros = Some(job.zeros);
@@ -261,6 +262,7 @@ mod tests {
             let report = judge(&records, &RANKS, &DYNAMIC, &mut scalars);
             scales.push((report.loss_scale, report.next_loss_scale, scalars.factor));
         }
+        assert_eq!(scalars.updates, 4, "a skipped step does not count");
         // Two good steps grow 8 to 16, one bad step halves it, two good ones grow it again. The factor unscales by the
         // scale that the step's gradients carried, over two ranks.
         let (both, none) = (1.0 / 16.0, 0.0);

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 
 use super::*;
-use crate::adam::AdamRow;
+use crate::adam::{AdamRow, AdamRows};
 use crate::norm::{NormPiece, Partial};
 use crate::verdict::{
     Average, HostVerdict, OnNonFinite, RankRecord, Report, Scalars, ScalerRule, Spoiled, VerdictRule,
@@ -85,11 +85,11 @@ impl Step {
             param: Some((self.param.whole(), DType::Bf16)),
             scalars: self.scalars.whole(),
             segments: [AdamSegment { start: 0, end: NUMEL - 1, group: 0 }].into(),
-            rows: [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, seq + 1)].into(),
+            rows: AdamRows::new(1, 1, [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, seq + 1)]),
         };
         device.enqueue(optimizer, Work::Adam(adam)).unwrap();
         done(&device.record(optimizer));
-        report.get().unwrap()
+        report.take(seq).unwrap()
     }
 }
 
@@ -131,7 +131,7 @@ fn a_step_goes_from_gradients_to_parameters_and_a_spoiled_one_nowhere() {
 
 #[test]
 fn work_that_does_not_fit_is_named() {
-    let adam = |b: &Buffer, end, group| {
+    let adam = |b: &Buffer, end, group, first| {
         let at = |i: usize| b.range(8 * i, 8 * i + 8);
         Work::Adam(Adam {
             grad: at(0),
@@ -142,7 +142,7 @@ fn work_that_does_not_fit_is_named() {
             param: None,
             scalars: b.range(64, 64 + Scalars::BYTES),
             segments: [AdamSegment { start: 0, end, group }].into(),
-            rows: [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, 1)].into(),
+            rows: AdamRows::new(first, 1, [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, 1)]),
         })
     };
     let norm = |b: &Buffer, end, out| {
@@ -165,8 +165,9 @@ fn work_that_does_not_fit_is_named() {
         Work::Fold(Fold { partials: b.range(0, Partial::BYTES), host, out: b.range(64, 65) }),
         verdict(b.range(0, RankRecord::BYTES + 1), b.range(512, 512 + Scalars::BYTES)),
         verdict(b.range(0, RankRecord::BYTES), b.range(512, 513)),
-        adam(&b, 3, 0),
-        adam(&b, 2, 1),
+        adam(&b, 3, 0, 0),
+        adam(&b, 2, 1, 0),
+        adam(&b, 2, 0, 1),
     ];
     for work in misfits {
         let device = alone(None);
