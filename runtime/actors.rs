@@ -7,7 +7,7 @@ pub(crate) use gatherflow_actors::plan::{
 };
 pub(crate) use gatherflow_actors::{
     Counters, Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session,
-    SessionConfig, StartParams, StepOutcome, StepRequest, StepTimes,
+    SessionConfig, Skip, StartParams, StepOutcome, StepRequest, StepTimes,
 };
 pub(crate) use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, Spoiled, VerdictRule};
 pub(crate) use gatherflow_kernels::{

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, Skip, StartParams};
 pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
@@ -71,6 +71,7 @@ pub struct Config {
     pub(crate) credits_bytes: Option<u64>,
     pub(crate) first_gather: FirstGather,
     pub(crate) overlap_grad_reduce: bool,
+    pub(crate) skip: Skip,
     pub(crate) grad_dtype: DType,
     pub(crate) bucket_size: Option<usize>,
     pub(crate) num_buckets: Option<usize>,
@@ -113,6 +114,7 @@ impl Default for Config {
             credits_bytes: None,
             first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
+            skip: Skip::Host,
             grad_dtype: DType::F32,
             bucket_size: None,
             num_buckets: None,

@@ -1,4 +1,4 @@
-//! Overlap modes, credits, the overlap of reduction and the issuing thread change no bit of parameters, masters, moments,
+//! Overlap modes, credits, the overlap of reduction, who decides skips, steps in flight and the issuing thread change no bit of parameters, masters, moments,
 //! losses, norms, zero counts and loss scales (rule S1): all are those of a serial optimizer that shares no code with the
 //! runtime. Dtypes are mixed, microbatches change in number, groups differ, some parameters are frozen, unused or tied, and
 //! one step is skipped.
@@ -8,6 +8,7 @@ mod reference;
 mod synthetic;
 
 use reference::Scaler;
+use gatherflow::Skip;
 use synthetic::{Job, Net, Setting, serial};
 
 /// One to four microbatches, not as many on every rank. The rare unit is entered in every third step only; block b is left
@@ -35,8 +36,14 @@ fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
     assert_eq!(expected.updated_steps(), 5, "one step is skipped");
     for mode in Setting::modes() {
         for overlap_grad_reduce in [false, true] {
-            for issue_on_thread in [false, true] {
-                let setting = Setting { overlap_grad_reduce, issue_on_thread, ..mode };
+            for (issue_on_thread, skip, steps_in_flight) in [
+                (false, Skip::Host, 2),
+                (true, Skip::Host, 2),
+                (false, Skip::Device, 1),
+                (false, Skip::Device, 2),
+                (true, Skip::Device, 3),
+            ] {
+                let setting = Setting { overlap_grad_reduce, issue_on_thread, skip, steps_in_flight, ..mode };
                 let finished = job.train(&expected, &setting);
                 assert!(finished.iter().all(|f| f.counters.skipped_steps == 1), "{setting:?}");
             }

@@ -5,12 +5,23 @@
 mod small;
 
 use gatherflow::{
-    Config, DType, Engine, ErrorKind, GroupId, Lr, Mode, Model, OnNonFinite, Overlap, ScalerKind, Unused,
+    Config, DType, Engine, ErrorKind, GroupId, Lr, Mode, Model, OnNonFinite, Overlap, ScalerKind, Skip, Unused,
 };
 use small::{Small, bits, config, microbatch, on_ranks};
 
 /// A good step, then `bad` on rank 1 only (the others take a good one), then a good step.
 fn one_bad_step(config: &Config, kind: ErrorKind, parameter: Option<&str>, bad: impl Fn(&mut Engine, &Small) + Sync) {
+    for skip in [Skip::Host, Skip::Device] {
+        one_bad_step_with(&config.clone().skip(skip), kind, parameter, &bad);
+    }
+}
+
+fn one_bad_step_with(
+    config: &Config,
+    kind: ErrorKind,
+    parameter: Option<&str>,
+    bad: &(impl Fn(&mut Engine, &Small) + Sync),
+) {
     let hashes = on_ranks(2, |rank| {
         let (mut engine, small) = small::engine(rank, config.clone()).unwrap();
         microbatch(&engine, &small, true, 0.25);
@@ -164,8 +175,15 @@ fn weights_that_are_all_zero() {
 
 #[test]
 fn learning_rate_schedules_stand_still_over_a_skipped_step() {
+    for (skip, in_flight) in [(Skip::Host, 2), (Skip::Device, 1), (Skip::Device, 2), (Skip::Device, 3)] {
+        schedules_stand_still(config().skip(skip).steps_in_flight(in_flight));
+    }
+}
+
+fn schedules_stand_still(config: Config) {
+    let config = &config;
     let rates = on_ranks(2, |rank| {
-        let (mut engine, small) = small::engine(rank, config().steps_in_flight(2)).unwrap();
+        let (mut engine, small) = small::engine(rank, config.clone()).unwrap();
         engine.set_lr(GroupId::DEFAULT, Lr::schedule(|t| t as f64)).unwrap();
         let mut handles = Vec::new();
         for step in 0..5 {

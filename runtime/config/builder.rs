@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, Skip, StartParams};
 
 macro_rules! setters {
     ($($(#[$doc:meta])* $key:literal: $name:ident($($arg:ident: $ty:ty),+) $set:expr;)+) => {
@@ -38,6 +38,8 @@ setters! {
     "first_gather": first_gather(first: FirstGather) |c, v| c.first_gather = v;
     /// `overlap_grad_reduce`: reduce buckets during backward (default true).
     "overlap_grad_reduce": overlap_grad_reduce(on: bool) |c, v| c.overlap_grad_reduce = v;
+    /// `skip`: who decides that a step is skipped (default the host).
+    "skip": skip(who: Skip) |c, v| c.skip = v;
     /// `grad_dtype` of parameters that do not set their own (default f32): what guards write and what is sent. Sums are f32.
     "grad_dtype": grad_dtype(dtype: DType) |c, v| c.grad_dtype = v;
     /// `bucket_size`, in elements. Not together with `num_buckets`.

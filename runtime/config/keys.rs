@@ -8,7 +8,7 @@ use std::time::Duration;
 use toml::Value;
 
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, Skip, StartParams};
 
 /// One configuration key.
 #[derive(Clone, Copy, Debug)]
@@ -117,6 +117,21 @@ pub const KEYS: &[Key] = &[
         default: "true",
         help: "reduce a bucket as soon as its gradients are complete, or all of them in step",
         set: |c, v| put(&mut c.overlap_grad_reduce, v.as_bool()),
+    },
+    Key {
+        name: "skip",
+        values: "\"host\" or \"device\"",
+        default: "\"host\"",
+        help: "who decides that a step is skipped: the host, before it lets gathers go (a skipped step has none), or the device, \
+               so that the host waits for no verdict (gathers of a skipped step move unchanged bytes); same bits",
+        set: |c, v| {
+            c.skip = match v.as_str()? {
+                "host" => Skip::Host,
+                "device" => Skip::Device,
+                _ => return None,
+            };
+            Some(())
+        },
     },
     Key {
         name: "grad_dtype",

@@ -188,6 +188,7 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
             on_nonfinite: config.on_nonfinite,
         },
         scaler: config.scaler_rule(),
+        skip: config.skip,
         groups: model.groups.iter().map(group).collect(),
         steps_in_flight: config.steps_in_flight,
         deadlines: config.deadline_rule(),

@@ -18,7 +18,7 @@ mod trainer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Credits, DType, FirstGather, Link, Overlap, ScalerKind};
+use gatherflow::{Config, Credits, DType, FirstGather, Link, Overlap, ScalerKind, Skip};
 
 pub use net::Net;
 use trainer::Finished;
@@ -58,6 +58,7 @@ pub struct Setting {
     /// Not read in mode none.
     pub first_gather: FirstGather,
     pub overlap_grad_reduce: bool,
+    pub skip: Skip,
     pub issue_on_thread: bool,
     pub steps_in_flight: u32,
     /// How long forward stays in each unit.
@@ -73,6 +74,7 @@ impl Setting {
             credits_bytes: None,
             first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
+            skip: Skip::Host,
             issue_on_thread: false,
             steps_in_flight: 2,
             pause: Duration::ZERO,
@@ -82,6 +84,11 @@ impl Setting {
 
     pub fn window(credits: Credits) -> Self {
         Self { credits, ..Self::of(Overlap::Window) }
+    }
+
+    /// The steps of a job whose buckets are gathered: where the device decides, skipped ones too.
+    pub fn gathered_steps(&self, updated: u64, steps: u64) -> u64 {
+        if self.skip == Skip::Host { updated } else { steps }
     }
 
     /// None, chain, and window with little, some and unlimited credit.
@@ -125,6 +132,7 @@ impl<'a> Job<'a> {
             .adam_w(self.adam_w)
             .overlap(setting.overlap)
             .overlap_grad_reduce(setting.overlap_grad_reduce)
+            .skip(setting.skip)
             .steps_in_flight(setting.steps_in_flight);
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
         let config = match self.grad_dtype {
