@@ -8,7 +8,9 @@ mod reference;
 mod synthetic;
 
 use reference::Scaler;
-use gatherflow::Skip;
+use std::time::Duration;
+
+use gatherflow::{Credits, Overlap, Skip};
 use synthetic::{Job, Net, Setting, serial};
 
 /// One to four microbatches, not as many on every rank. The rare unit is entered in every third step only; block b is left
@@ -43,9 +45,29 @@ fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
                 (false, Skip::Device, 2),
                 (true, Skip::Device, 3),
             ] {
-                let setting = Setting { overlap_grad_reduce, issue_on_thread, skip, steps_in_flight, ..mode };
+                let setting = Setting { overlap_grad_reduce, skip, issue_on_thread, steps_in_flight, ..mode };
                 let finished = job.train(&expected, &setting);
                 assert!(finished.iter().all(|f| f.counters.skipped_steps == 1), "{setting:?}");
+            }
+        }
+    }
+}
+
+/// Three steps in four read nothing, so that none of them waits for the verdict of the one before. The device alone knows by
+/// then how many of them were updated, and which learning rates and bias corrections that makes.
+#[test]
+fn steps_that_begin_while_several_verdicts_are_unknown_use_the_rows_of_the_updates_there_were() {
+    let net = Net::mixed(false);
+    let program = |step: u64, rank| if step.is_multiple_of(4) { program(step, rank) } else { Vec::new() };
+    for ranks in 1..=3 {
+        let job =
+            Job { overflow: |step, rank| (step == 0 || step == 8) && rank == 0, ..Job::new(&net, ranks, 12, &program) };
+        let expected = serial(&job);
+        assert_eq!(expected.updated_steps(), 10);
+        for steps_in_flight in 1..=4 {
+            for mode in [Setting::of(Overlap::Chain), Setting::window(Credits::Unlimited)] {
+                let verdict_delay = Duration::from_millis(2);
+                job.train(&expected, &Setting { skip: Skip::Device, steps_in_flight, verdict_delay, ..mode });
             }
         }
     }

@@ -176,12 +176,11 @@ fn weights_that_are_all_zero() {
 #[test]
 fn learning_rate_schedules_stand_still_over_a_skipped_step() {
     for (skip, in_flight) in [(Skip::Host, 2), (Skip::Device, 1), (Skip::Device, 2), (Skip::Device, 3)] {
-        schedules_stand_still(config().skip(skip).steps_in_flight(in_flight));
+        schedules_stand_still(&config().skip(skip).steps_in_flight(in_flight));
     }
 }
 
-fn schedules_stand_still(config: Config) {
-    let config = &config;
+fn schedules_stand_still(config: &Config) {
     let rates = on_ranks(2, |rank| {
         let (mut engine, small) = small::engine(rank, config.clone()).unwrap();
         engine.set_lr(GroupId::DEFAULT, Lr::schedule(|t| t as f64)).unwrap();

@@ -430,7 +430,14 @@ mod tests {
     fn step(step: u64, close: Vec<CloseBucket>) -> OptimizerMsg {
         let lrs = vec![LrRow { first_t: 1, values: vec![0.1, 0.2, 0.3] }, LrRow::constant(0.5)];
         let readers = Arc::from([event(90 + step)]);
-        OptimizerMsg::Step(Box::new(StepStart { step, lrs, host: HostVerdict::default(), close, readers, scale_read: None }))
+        OptimizerMsg::Step(Box::new(StepStart {
+            step,
+            lrs,
+            host: HostVerdict::default(),
+            close,
+            readers,
+            scale_read: None,
+        }))
     }
 
     fn reduced(step: u64, bucket: u32) -> OptimizerMsg {
@@ -605,7 +612,10 @@ mod tests {
         let rows = |words: &[String]| words[3].split("50").nth(1).unwrap().to_owned();
         for (number, expected) in [(0, " 1:1"), (1, " 1:1 2:2"), (2, " 1:1 2:2 3:3")] {
             let words = take(&mut o, number);
-            assert_eq!(words[..3], [format!("verdict {number} E2:20"), format!("judged {}:30", number + 1), format!("when {number}:30")]);
+            assert_eq!(
+                words[..3],
+                [format!("verdict {number} E2:20"), format!("judged {}:30", number + 1), format!("when {number}:30")]
+            );
             assert_eq!((rows(&words).as_str(), &words[4..]), (expected, &released(number)[..]));
         }
         // Nothing but the outcome is left to tell, also of a skipped step.

@@ -65,7 +65,10 @@ fn leaving_out_e7_lets_the_verdict_move_the_scale_under_its_reader_where_the_dev
     assert_eq!(violations.summary.races as u64, with.steps * with.shape.ranks as u64, "one a verdict: {violations}");
     let host = Scenario { skip: Skip::Host, dropped_edge: Some(Edge::E7), ..with.clone() };
     let violations = check(&host).expect_err("E7 is missing");
-    assert_eq!(violations.summary.races, with.shape.ranks, "outcomes tell the host all scales but the first: {violations}");
+    assert_eq!(
+        violations.summary.races, with.shape.ranks,
+        "outcomes tell the host all scales but the first: {violations}"
+    );
 }
 
 #[test]

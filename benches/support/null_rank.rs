@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use gatherflow_actors::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, UnitId, UnitSpec};
 use gatherflow_actors::{
-    Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, Skip,
-    StartParams, StepRequest,
+    Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, Skip, StartParams,
+    StepRequest,
 };
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
 use gatherflow_kernels::{Cause, DType, OpenOptions};

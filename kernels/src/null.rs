@@ -84,7 +84,9 @@ impl Gate {
 
     fn fail(&self, cause: &Cause) {
         let held = std::mem::take(&mut self.0.lock().verdicts);
-        held.iter().for_each(|(_, completer)| completer.fail(cause));
+        for (_, completer) in held {
+            completer.fail(cause);
+        }
     }
 }
 

@@ -61,6 +61,8 @@ pub struct Setting {
     pub skip: Skip,
     pub issue_on_thread: bool,
     pub steps_in_flight: u32,
+    /// How late each verdict is on the device.
+    pub verdict_delay: Duration,
     /// How long forward stays in each unit.
     pub pause: Duration,
     pub link: Option<Link>,
@@ -77,6 +79,7 @@ impl Setting {
             skip: Skip::Host,
             issue_on_thread: false,
             steps_in_flight: 2,
+            verdict_delay: Duration::ZERO,
             pause: Duration::ZERO,
             link: None,
         }

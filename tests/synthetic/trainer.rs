@@ -5,7 +5,8 @@ use gatherflow::{
     WriteMode,
 };
 use gatherflow_actors::plan;
-use gatherflow_kernels::{AccessMode, BufRange};
+use gatherflow_kernels::cpu::{BeforeWork, Inject};
+use gatherflow_kernels::{AccessMode, BufRange, Work};
 use half::{bf16, f16};
 
 use super::{At, Expected, Job, Net, Setting};
@@ -42,6 +43,13 @@ impl<'a> Trainer<'a> {
         let net = job.net;
         let mut internals = gatherflow::Internals::default();
         internals.open.issue_on_thread = setting.issue_on_thread;
+        let delay = setting.verdict_delay;
+        internals.open.before_work = (!delay.is_zero()).then(|| {
+            BeforeWork::new(move |work| match work {
+                Work::Verdict(_) => Inject::Delay(delay),
+                _ => Inject::Nothing,
+            })
+        });
         let number = rank.rank();
         // Only rank 0's values count: they are broadcast.
         let init = |param: &gatherflow::ParamInfo, out: ParamMut<'_>| {

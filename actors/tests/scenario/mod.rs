@@ -125,6 +125,7 @@ impl Shape {
 
 /// What runs on it.
 #[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools)] // dimensions of their own
 pub struct Scenario {
     pub shape: Shape,
     pub overlap: Overlap,

@@ -112,7 +112,8 @@ mod tests {
     #[test]
     fn scalars_come_back_from_their_bytes() {
         for (skip, hysteresis) in [(false, 2), (true, -5)] {
-            let scalars = Scalars { factor: 0.3, skip, scale: 65536.0, growth_counter: 999, hysteresis, updates: u64::MAX - 7 };
+            let scalars =
+                Scalars { factor: 0.3, skip, scale: 65536.0, growth_counter: 999, hysteresis, updates: u64::MAX - 7 };
             assert_eq!(Scalars::from_bytes(&scalars.to_bytes()), scalars);
         }
     }
