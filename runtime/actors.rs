@@ -9,6 +9,7 @@ pub(crate) use gatherflow_actors::{
     Counters, Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session,
     SessionConfig, Skip, StartParams, StepOutcome, StepRequest, StepTimes,
 };
+pub(crate) use gatherflow_kernels::norm::NormType;
 pub(crate) use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, Spoiled, VerdictRule};
 pub(crate) use gatherflow_kernels::{
     Access, AccessMode, BufRange, Cause, DType, Device, Element, Event, Failure, FailureKind, Lease, LeaseError, Link,

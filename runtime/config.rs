@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, Skip, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, NormType, OnNonFinite, Overlap, Skip, StartParams};
 pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
@@ -82,6 +82,7 @@ pub struct Config {
     pub(crate) weight_decay: f64,
     pub(crate) adam_w: bool,
     pub(crate) max_norm: f64,
+    pub(crate) norm_type: NormType,
     pub(crate) average: Average,
     pub(crate) on_nonfinite: OnNonFinite,
     pub(crate) unused: Unused,
@@ -125,6 +126,7 @@ impl Default for Config {
             weight_decay: 0.01,
             adam_w: true,
             max_norm: 1.0,
+            norm_type: NormType::P(2.0),
             average: Average::Ranks(1),
             on_nonfinite: OnNonFinite::Skip,
             unused: Unused::Zero,

@@ -72,6 +72,7 @@ mod stop;
 pub use gatherflow_actors::busy::Busy;
 pub use gatherflow_actors::plan::{BucketId, ParamId, Plan, PlanError, UnitId};
 pub use gatherflow_actors::{Counters, FirstGather, Overlap, Skip, StartParams, StepTimes};
+pub use gatherflow_kernels::norm::NormType;
 pub use gatherflow_kernels::verdict::{Average, OnNonFinite};
 pub use gatherflow_kernels::{DType, Element, Link};
 

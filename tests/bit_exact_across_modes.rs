@@ -10,7 +10,7 @@ mod synthetic;
 use reference::Scaler;
 use std::time::Duration;
 
-use gatherflow::{Credits, Overlap, Skip};
+use gatherflow::{Credits, NormType, Overlap, Skip};
 use synthetic::{Job, Net, Setting, serial};
 
 /// One to four microbatches, not as many on every rank. The rare unit is entered in every third step only; block b is left
@@ -48,6 +48,30 @@ fn every_setting_gives_the_bits_of_the_reference(ranks: usize, with_f16: bool) {
                 let setting = Setting { overlap_grad_reduce, skip, issue_on_thread, steps_in_flight, ..mode };
                 let finished = job.train(&expected, &setting);
                 assert!(finished.iter().all(|f| f.counters.skipped_steps == 1), "{setting:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_type_of_norm_is_told_and_clipped_by_with_the_bits_of_the_reference() {
+    for (norm, max_norm) in
+        [(NormType::P(1.0), 20.0), (NormType::P(2.5), 1.0), (NormType::P(0.5), 3000.0), (NormType::Inf, 0.05)]
+    {
+        for (ranks, with_f16) in [(1, false), (3, true), (4, false)] {
+            let net = Net::mixed(with_f16);
+            let job = Job {
+                norm,
+                max_norm,
+                overflow: |step, rank| step == 2 && rank == 0,
+                scaler: with_f16.then(|| Scaler::new(512.0, 2, 1)),
+                ..Job::new(&net, ranks, 5, &program)
+            };
+            let expected = serial(&job);
+            let norms: Vec<f64> = expected.verdicts.iter().filter_map(|v| v.grad_norm).collect();
+            assert!(norms.len() == 4 && norms.iter().all(|n| *n > max_norm), "not clipped: {norm:?}, {norms:?}");
+            for mode in [Setting::of(Overlap::None), Setting::window(Credits::Buckets(3))] {
+                job.train(&expected, &mode);
             }
         }
     }

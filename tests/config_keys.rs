@@ -35,7 +35,16 @@ fn values_of_the_wrong_type_name_key_value_and_what_is_expected() {
         refusal("overlap = \"windows\""),
         "configuration key `overlap` = \"windows\": expected \"none\", \"chain\" or \"window\""
     );
-    for text in ["credits = \"many\"", "max_norm = -1", "betas = [0.9]", "emulate = \"fast\"", "device = \"cuda\""] {
+    for text in [
+        "credits = \"many\"",
+        "max_norm = -1",
+        "norm_type = 0",
+        "norm_type = 7.5",
+        "norm_type = \"max\"",
+        "betas = [0.9]",
+        "emulate = \"fast\"",
+        "device = \"cuda\"",
+    ] {
         assert!(refusal(text).contains("expected"), "{text}");
     }
     assert!(refusal("overlap = ").contains("not valid TOML"));
@@ -60,6 +69,7 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
         ("overlap = \"none\"\nfirst_gather = \"forward\"", "first_gather"),
         ("device = \"null\"\nemulate = \"1gbit,200us\"", "emulate"),
         ("device = \"null\"\nmax_norm = 1.0", "max_norm"),
+        ("device = \"null\"\nnorm_type = 2", "norm_type"),
         ("scaler = \"dynamic\"\non_nonfinite = \"error\"", "on_nonfinite"),
         ("[scaler]\nkind = \"constant\"\ngrowth = 2", "scaler.growth"),
         ("[scaler]\nkind = \"dynamic\"\nscale = 2", "scaler.scale"),

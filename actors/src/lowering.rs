@@ -211,6 +211,7 @@ impl Lowering {
                 let memory = self.bucket(*bucket);
                 push(Work::NormPartials(NormPartials {
                     grad: memory.reduced,
+                    norm: self.rule.norm,
                     pieces: memory.pieces.clone(),
                     out: memory.partial,
                 }));

@@ -8,6 +8,7 @@ use gatherflow_actors::{
     Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, Skip, StartParams,
     StepRequest,
 };
+use gatherflow_kernels::norm::NormType;
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
 use gatherflow_kernels::{Cause, DType, OpenOptions};
 
@@ -92,7 +93,12 @@ fn config(overlap: Overlap, credits: u32, driver: Driver) -> SessionConfig {
         credits: Credits { buckets: credits, bytes: None },
         first_gather: FirstGather::Step,
         overlap_grad_reduce: true,
-        rule: VerdictRule { average: Average::Ranks(1), max_norm: 1.0, on_nonfinite: OnNonFinite::Skip },
+        rule: VerdictRule {
+            average: Average::Ranks(1),
+            norm: NormType::default(),
+            max_norm: 1.0,
+            on_nonfinite: OnNonFinite::Skip,
+        },
         scaler: ScalerRule::None,
         groups: vec![Group::default()],
         skip: Skip::Host,

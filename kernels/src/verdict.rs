@@ -23,6 +23,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use crate::norm::NormType;
+
 /// What only the host of a rank knows when it calls `step`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HostVerdict {
@@ -53,8 +55,8 @@ pub enum Spoiled {
 /// What one rank sends in the small all-gather: [`RankRecord::BYTES`] bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankRecord {
-    /// Sum of squares of the reduced gradients as they came off the wire: neither averaged nor unscaled nor clipped.
-    pub sum_squares: f64,
+    /// Sum of powers of the reduced gradients as they came off the wire: neither averaged nor unscaled nor clipped.
+    pub sum_powers: f64,
     /// Largest absolute value, for the inf norm.
     pub max_abs: f64,
     /// Number of zero elements.
@@ -90,6 +92,8 @@ pub enum OnNonFinite {
 pub struct VerdictRule {
     /// How gradients are averaged.
     pub average: Average,
+    /// Which norm of the gradients is taken, clipped by and told.
+    pub norm: NormType,
     /// Largest gradient norm; 0 turns clipping off.
     pub max_norm: f64,
     /// What to do about non-finite gradients.

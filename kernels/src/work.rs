@@ -10,7 +10,7 @@ use crate::buffer::BufRange;
 use crate::collective::{Collective, CollectiveOp};
 use crate::device::{Access, AccessMode};
 use crate::dtype::DType;
-use crate::norm::NormPiece;
+use crate::norm::{NormPiece, NormType};
 use crate::verdict::{HostVerdict, Report, ScalerRule, VerdictRule};
 
 /// Something a stream can do.
@@ -73,6 +73,8 @@ pub struct Cast {
 pub struct NormPartials {
     /// Read: the reduced shard, f32.
     pub grad: BufRange,
+    /// Which norm.
+    pub norm: NormType,
     /// The owned pieces of parameters in it, ascending.
     pub pieces: Arc<[NormPiece]>,
     /// Written: one [`crate::norm::Partial`] ([`crate::norm::Partial::BYTES`] bytes).

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, Skip, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, NormType, OnNonFinite, Overlap, Skip, StartParams};
 
 macro_rules! setters {
     ($($(#[$doc:meta])* $key:literal: $name:ident($($arg:ident: $ty:ty),+) $set:expr;)+) => {
@@ -60,6 +60,8 @@ setters! {
     "adam_w": adam_w(on: bool) |c, v| c.adam_w = v;
     /// `max_norm` of the gradients (default 1.0; 0 turns clipping off).
     "max_norm": max_norm(norm: f64) |c, v| c.max_norm = v;
+    /// `norm_type`: which norm of the gradients is told and clipped by (default the 2-norm).
+    "norm_type": norm_type(norm: NormType) |c, v| c.norm_type = v;
     /// `average = "weight"`: divide by the sum of the ranks' weights, see [`Engine::set_weight`](crate::Engine::set_weight).
     "average": average_by_weight(on: bool) |c, v| c.average = if v { Average::Weight } else { Average::Ranks(1) };
     /// `on_nonfinite`: skip the step (default), or skip it and return an error.

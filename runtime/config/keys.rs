@@ -8,7 +8,7 @@ use std::time::Duration;
 use toml::Value;
 
 use super::{Config, Credits, ScalerKind, Unused};
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, Skip, StartParams};
+use crate::actors::{Average, DType, FirstGather, Link, NormType, OnNonFinite, Overlap, Skip, StartParams};
 
 /// One configuration key.
 #[derive(Clone, Copy, Debug)]
@@ -208,6 +208,21 @@ pub const KEYS: &[Key] = &[
         set: |c, v| put(&mut c.max_norm, number(v, 0.0..f64::INFINITY)),
     },
     Key {
+        name: "norm_type",
+        values: "a power from 0.1 to 7, or \"inf\"",
+        default: "2",
+        help: "which norm of the gradients is told and clipped by: the root of the sum of powers, or the largest absolute value; \
+               1, 2 and inf cost one fast read, others much more arithmetic; not on the null device",
+        set: |c, v| {
+            c.norm_type = match v {
+                Value::String(s) if s == "inf" => NormType::Inf,
+                Value::Float(p) if *p == f64::INFINITY => NormType::Inf,
+                _ => NormType::P(power(v)?),
+            };
+            Some(())
+        },
+    },
+    Key {
         name: "average",
         values: "\"ranks\" or \"weight\"",
         default: "\"ranks\"",
@@ -390,6 +405,11 @@ fn number(value: &Value, range: std::ops::Range<f64>) -> Option<f64> {
         _ => return None,
     };
     range.contains(&number).then_some(number)
+}
+
+/// A power whose sums over f32 gradients fit f64.
+fn power(value: &Value) -> Option<f64> {
+    number(value, 0.0..f64::INFINITY).filter(|p| NormType::POWERS.contains(p))
 }
 
 /// A loss scale: it is an f32 on the device.

@@ -184,6 +184,7 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
         overlap_grad_reduce: config.overlap_grad_reduce,
         rule: actors::VerdictRule {
             average: if config.average == Average::Weight { Average::Weight } else { Average::Ranks(ranks) },
+            norm: config.norm_type,
             max_norm: config.max_norm,
             on_nonfinite: config.on_nonfinite,
         },

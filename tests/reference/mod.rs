@@ -1,15 +1,14 @@
 //! A plain serial Adam over the gradients of d ranks, written from the formulas of SPEC.md and for clarity alone: one thread,
-//! whole parameters, no shards, no actors. It takes two things from the runtime: the plan, since the norm is summed in plan
-//! order, and the summation tree of one contiguous run (`norm::partial`), which the kernels' own tests pin down.
+//! whole parameters, no shards, no actors. It takes one thing from the runtime: the plan, since the norm is summed in plan order.
 //!
 //! Summation order: a reduction adds the ranks' gradients in rank order in f32 (rule S1). The norm adds, in f64, the pieces
-//! of each bucket by offset, a rank's buckets in plan order, and the ranks in rank order.
+//! of each bucket by offset, a rank's buckets in plan order, and the ranks in rank order. A piece is summed by blocks of 4096
+//! elements, each in 16 lanes that are added in pairs.
 #![allow(dead_code, unreachable_pub, missing_docs, missing_debug_implementations)]
 
 use std::sync::Arc;
 
-use gatherflow::{DType, ParamId, Plan};
-use gatherflow_kernels::norm::{NormPiece, partial};
+use gatherflow::{DType, NormType, ParamId, Plan};
 use half::{bf16, f16};
 
 /// Rounds an f32 to an element type and back.
@@ -102,6 +101,7 @@ pub struct Serial {
     plan: Plan,
     pub weights: Vec<Weight>,
     groups: Vec<Hyper>,
+    norm: NormType,
     max_norm: f64,
     scaler: Option<Scaler>,
     /// Updated steps.
@@ -110,7 +110,13 @@ pub struct Serial {
 
 impl Serial {
     pub fn new(plan: Plan, weights: Vec<Weight>, groups: Vec<Hyper>, max_norm: f64, scaler: Option<Scaler>) -> Self {
-        Self { plan, weights, groups, max_norm, scaler, t: 0 }
+        Self { plan, weights, groups, norm: NormType::default(), max_norm, scaler, t: 0 }
+    }
+
+    /// The same with another norm.
+    #[must_use]
+    pub fn by_norm(self, norm: NormType) -> Self {
+        Self { norm, ..self }
     }
 
     pub fn loss_scale(&self) -> f32 {
@@ -133,7 +139,7 @@ impl Serial {
             return Verdict { updated: false, grad_norm: None, zeros: None, loss_scale, learning_rates };
         }
         let (average, unscale) = (1.0 / self.plan.ranks() as f64, 1.0 / f64::from(loss_scale));
-        let norm = sum_of_squares(&self.plan, &reduced).sqrt() * average * unscale;
+        let norm = norm(self.norm, &self.plan, &reduced) * average * unscale;
         let clip = if self.max_norm > 0.0 { (self.max_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
         let factor = (average * unscale * clip) as f32;
         self.t += 1;
@@ -155,7 +161,17 @@ fn reduce(gradients: &[Vec<Vec<f32>>], param: usize) -> Vec<f32> {
     sum
 }
 
-fn sum_of_squares(plan: &Plan, reduced: &[Vec<f32>]) -> f64 {
+/// Of the summed gradients, which are all finite.
+fn norm(norm: NormType, plan: &Plan, reduced: &[Vec<f32>]) -> f64 {
+    match norm {
+        NormType::P(1.0) => sum_of(plan, reduced, f64::abs),
+        NormType::P(2.0) => sum_of(plan, reduced, |g| g * g).sqrt(),
+        NormType::P(p) => libm::pow(sum_of(plan, reduced, |g| libm::pow(g.abs(), p)), 1.0 / p),
+        _ => reduced.iter().flatten().fold(0.0, |max, g| f64::from(g.abs()).max(max)),
+    }
+}
+
+fn sum_of(plan: &Plan, reduced: &[Vec<f32>], term: impl Fn(f64) -> f64) -> f64 {
     let mut job = 0.0;
     for rank in 0..plan.ranks() {
         let mut own = 0.0;
@@ -168,8 +184,7 @@ fn sum_of_squares(plan: &Plan, reduced: &[Vec<f32>]) -> f64 {
                 let (from, to) = (at.start.max(start), at.end.min(end));
                 if from < to {
                     let piece = &reduced[param.index()][from - at.start..to - at.start];
-                    let whole = NormPiece { start: 0, end: piece.len(), param: 0, counted: true };
-                    of_bucket += partial(piece, &[whole]).sum_squares;
+                    of_bucket += sum_of_piece(piece, &term);
                 }
             }
             own += of_bucket;
@@ -177,6 +192,21 @@ fn sum_of_squares(plan: &Plan, reduced: &[Vec<f32>]) -> f64 {
         job += own;
     }
     job
+}
+
+fn sum_of_piece(piece: &[f32], term: &impl Fn(f64) -> f64) -> f64 {
+    let mut sum = 0.0;
+    for block in piece.chunks(4096) {
+        let mut lanes: Vec<f64> = (0..16)
+            .map(|lane| block.iter().skip(lane).step_by(16).fold(0.0, |sum, g| sum + term(f64::from(*g))))
+            .collect();
+        while lanes.len() > 1 {
+            let upper = lanes.split_off(lanes.len() / 2);
+            lanes.iter_mut().zip(upper).for_each(|(low, high)| *low += high);
+        }
+        sum += lanes[0];
+    }
+    sum
 }
 
 /// SPEC T1: every operation is one f32 rounding, in the order written there; scalars are formed in f64.

@@ -18,7 +18,7 @@ mod trainer;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gatherflow::{Config, Credits, DType, FirstGather, Link, Overlap, ScalerKind, Skip};
+use gatherflow::{Config, Credits, DType, FirstGather, Link, NormType, Overlap, ScalerKind, Skip};
 
 pub use net::Net;
 use trainer::Finished;
@@ -40,6 +40,8 @@ pub struct Job<'a> {
     pub overflow: fn(u64, usize) -> bool,
     pub scaler: Option<Scaler>,
     pub adam_w: bool,
+    pub norm: NormType,
+    pub max_norm: f64,
     /// Of the parameters that have none of their own.
     pub grad_dtype: DType,
     pub bucket_size: usize,
@@ -117,13 +119,13 @@ impl<'a> Job<'a> {
             overflow: |_, _| false,
             scaler: None,
             adam_w: true,
+            norm: NormType::default(),
+            max_norm: 2.0,
             grad_dtype: DType::F32,
             bucket_size: 128,
             lr: 0.02,
         }
     }
-
-    pub const MAX_NORM: f64 = 2.0;
 
     pub fn config(&self, setting: &Setting) -> Config {
         let config = Config::new()
@@ -131,7 +133,8 @@ impl<'a> Job<'a> {
             .check_order_every(1)
             .bucket_size(self.bucket_size)
             .lr(self.lr)
-            .max_norm(Self::MAX_NORM)
+            .max_norm(self.max_norm)
+            .norm_type(self.norm)
             .adam_w(self.adam_w)
             .overlap(setting.overlap)
             .overlap_grad_reduce(setting.overlap_grad_reduce)
@@ -213,7 +216,7 @@ pub fn serial(job: &Job<'_>) -> Expected {
         Weight::new(p.id, p.dtype, p.options.group.0 as usize, p.options.trainable, &initial)
     });
     let groups: Vec<Hyper> = Net::hyper(job.lr, job.adam_w);
-    let mut optimizer = Serial::new(plan, weights.collect(), groups, Job::MAX_NORM, job.scaler);
+    let mut optimizer = Serial::new(plan, weights.collect(), groups, job.max_norm, job.scaler).by_norm(job.norm);
     let snapshot = |optimizer: &Serial| optimizer.weights.iter().map(|w| w.param.clone()).collect::<Vec<_>>();
     let (mut versions, mut losses, mut verdicts) = (vec![snapshot(&optimizer)], Vec::new(), Vec::new());
     for step in 0..job.steps {

@@ -9,6 +9,7 @@ use gatherflow_actors::{
     Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig, Skip,
     StartParams, StepRequest,
 };
+use gatherflow_kernels::norm::NormType;
 use gatherflow_kernels::null::{Gate, NullLog, Script, updated_report};
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
 use gatherflow_kernels::{Access, AccessMode, BufferId, Cause, DType, OpenOptions};
@@ -229,6 +230,7 @@ impl Scenario {
             first_gather: self.first_gather,
             overlap_grad_reduce: self.overlap_grad_reduce,
             rule: VerdictRule {
+                norm: NormType::default(),
                 average: Average::Ranks(self.shape.ranks),
                 max_norm: 1.0,
                 on_nonfinite: OnNonFinite::Skip,

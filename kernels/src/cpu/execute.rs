@@ -75,7 +75,7 @@ fn partials(work: &NormPartials, operands: &mut Operands<'_>) -> Result<(), Devi
     }
     let out = operands.write_bytes(work.out)?;
     equal("norm partials", Partial::BYTES, out.len(), "bytes")?;
-    out.copy_from_slice(&norm::partial(grad, &work.pieces).to_bytes());
+    out.copy_from_slice(&norm::partial(work.norm, grad, &work.pieces).to_bytes());
     Ok(())
 }
 

@@ -4,6 +4,7 @@ use super::*;
 use crate::collective::{CollectiveKey, CollectiveKind, CollectiveOp, Comm};
 use crate::dtype::DType;
 use crate::error::{Failure, FailureKind};
+use crate::norm::NormType;
 use crate::verdict::{Average, OnNonFinite, Report, ScalerRule, VerdictRule};
 use crate::work::{Fill, Verdict};
 
@@ -14,7 +15,12 @@ fn fill(dst: BufRange) -> Work {
 fn verdict(range: BufRange, step: u64, report: &Report) -> Work {
     Work::Verdict(Verdict {
         records: range,
-        rule: VerdictRule { average: Average::Ranks(1), max_norm: 0.0, on_nonfinite: OnNonFinite::Skip },
+        rule: VerdictRule {
+            average: Average::Ranks(1),
+            norm: NormType::default(),
+            max_norm: 0.0,
+            on_nonfinite: OnNonFinite::Skip,
+        },
         scaler: ScalerRule::None,
         scalars: range,
         report: report.clone(),

@@ -10,7 +10,7 @@ impl RankRecord {
     /// Size in memory.
     pub const BYTES: usize = 64;
 
-    /// Eight 64-bit words: `sum_squares`, `max_abs`, `zeros`, non-finite parameter + 1 (0: none), weight, kind and parameter
+    /// Eight 64-bit words: `sum_powers`, `max_abs`, `zeros`, non-finite parameter + 1 (0: none), weight, kind and parameter
     /// of what spoils the step (lower and upper half; kind 0: nothing), stop, 0.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let (kind, param) = match self.host.spoiled {
@@ -19,7 +19,7 @@ impl RankRecord {
             Some(Spoiled::Unused { param }) => (UNUSED, param),
         };
         from_words([
-            self.sum_squares.to_bits(),
+            self.sum_powers.to_bits(),
             self.max_abs.to_bits(),
             self.zeros,
             param_to_u64(self.nonfinite),
@@ -33,7 +33,7 @@ impl RankRecord {
     /// The inverse of [`RankRecord::to_bytes`]. An unknown kind of spoiling reads as [`Spoiled::Abandoned`]: the step is not
     /// taken.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let [sum_squares, max_abs, zeros, nonfinite, weight, spoiled, stop, _] = words(bytes);
+        let [sum_powers, max_abs, zeros, nonfinite, weight, spoiled, stop, _] = words(bytes);
         let param = (spoiled >> 32) as u32;
         let spoiled = match spoiled as u32 {
             0 => None,
@@ -41,7 +41,7 @@ impl RankRecord {
             _ => Some(Spoiled::Abandoned { param }),
         };
         Self {
-            sum_squares: f64::from_bits(sum_squares),
+            sum_powers: f64::from_bits(sum_powers),
             max_abs: f64::from_bits(max_abs),
             zeros,
             nonfinite: param_from_u64(nonfinite),
@@ -102,7 +102,7 @@ mod tests {
             for nonfinite in [None, Some(0), Some(u32::MAX)] {
                 for stop in [false, true] {
                     let host = HostVerdict { spoiled, weight: 123.5, stop };
-                    let record = RankRecord { sum_squares: 1e70, max_abs: 3.0, zeros: u64::MAX, nonfinite, host };
+                    let record = RankRecord { sum_powers: 1e70, max_abs: 3.0, zeros: u64::MAX, nonfinite, host };
                     assert_eq!(RankRecord::from_bytes(&record.to_bytes()), record);
                 }
             }

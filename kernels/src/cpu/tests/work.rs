@@ -4,7 +4,7 @@ use half::{bf16, f16};
 
 use super::*;
 use crate::adam::{AdamRow, AdamRows};
-use crate::norm::{NormPiece, Partial};
+use crate::norm::{NormPiece, NormType, Partial};
 use crate::verdict::{
     Average, HostVerdict, OnNonFinite, RankRecord, Report, Scalars, ScalerRule, Spoiled, VerdictRule,
 };
@@ -59,14 +59,24 @@ impl Step {
         let optimizer = device.stream(StreamKind::Optimizer).unwrap();
         let reduce = device.stream(StreamKind::Reduce).unwrap();
         let piece = NormPiece { start: 0, end: NUMEL - 1, param: 4, counted: true };
-        let norm = NormPartials { grad: self.grad.whole(), pieces: [piece].into(), out: self.partial.whole() };
+        let norm = NormPartials {
+            grad: self.grad.whole(),
+            norm: NormType::default(),
+            pieces: [piece].into(),
+            out: self.partial.whole(),
+        };
         device.enqueue(reduce, Work::NormPartials(norm)).unwrap();
         let mine = self.records.range(rank * RankRecord::BYTES, (rank + 1) * RankRecord::BYTES);
         device.enqueue(reduce, Work::Fold(Fold { partials: self.partial.whole(), host, out: mine })).unwrap();
         comm.issue(reduce, all_gather(seq, &self.records, rank, ranks)).unwrap();
         device.wait(optimizer, &device.record(reduce)).unwrap();
         let report = Report::new();
-        let rule = VerdictRule { average: Average::Ranks(ranks), max_norm: 0.0, on_nonfinite: OnNonFinite::Skip };
+        let rule = VerdictRule {
+            average: Average::Ranks(ranks),
+            norm: NormType::default(),
+            max_norm: 0.0,
+            on_nonfinite: OnNonFinite::Skip,
+        };
         let verdict = Verdict {
             records: self.records.whole(),
             rule,
@@ -147,10 +157,15 @@ fn work_that_does_not_fit_is_named() {
     };
     let norm = |b: &Buffer, end, out| {
         let piece = NormPiece { start: 0, end, param: 0, counted: true };
-        Work::NormPartials(NormPartials { grad: b.range(0, 8), pieces: [piece].into(), out })
+        Work::NormPartials(NormPartials { grad: b.range(0, 8), norm: NormType::default(), pieces: [piece].into(), out })
     };
     let verdict = |records, scalars| {
-        let rule = VerdictRule { average: Average::Ranks(1), max_norm: 0.0, on_nonfinite: OnNonFinite::Skip };
+        let rule = VerdictRule {
+            average: Average::Ranks(1),
+            norm: NormType::default(),
+            max_norm: 0.0,
+            on_nonfinite: OnNonFinite::Skip,
+        };
         Work::Verdict(Verdict { records, rule, scaler: ScalerRule::None, scalars, report: Report::new(), step: 0 })
     };
     let b = alone(None).alloc(1024, &[]).unwrap();
