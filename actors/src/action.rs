@@ -54,6 +54,11 @@ pub enum Op {
         /// What nobody wrote.
         params: Vec<ParamId>,
     },
+    /// Search of this rank's own gradients of a bucket for what is not finite (SPEC T9).
+    FindNonFinite {
+        /// The bucket whose reduce comes next.
+        bucket: BucketId,
+    },
     /// Norm partials of this rank's reduced shard.
     NormPartials {
         /// Which bucket.

@@ -111,7 +111,7 @@ impl Hands {
     /// The stream on which an operation runs.
     fn stream_of(&self, op: &crate::action::Op) -> StreamId {
         match op {
-            crate::action::Op::ZeroGradients { .. } => self.streams.reduce,
+            crate::action::Op::ZeroGradients { .. } | crate::action::Op::FindNonFinite { .. } => self.streams.reduce,
             _ => self.streams.optimizer,
         }
     }

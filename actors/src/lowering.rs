@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use gatherflow_kernels::norm::{NormPiece, Partial};
 use gatherflow_kernels::verdict::{RankRecord, Report, Scalars, ScalerRule, VerdictRule};
-use gatherflow_kernels::work::{Adam, AdamSegment, Fill, Fold, NormPartials, Verdict};
+use gatherflow_kernels::work::{Adam, AdamSegment, Fill, FindNonFinite, Fold, NormPartials, Verdict};
 use gatherflow_kernels::{
     BufRange, Buffer, Collective, CollectiveKey, CollectiveKind, CollectiveOp, DType, Device, DeviceError, Work,
 };
@@ -39,6 +39,7 @@ pub struct BucketMemory {
     pub exp_avg_sq: BufRange,
     partial: BufRange,
     pieces: Arc<[NormPiece]>,
+    whole_pieces: Arc<[NormPiece]>,
     segments: Arc<[AdamSegment]>,
 }
 
@@ -113,6 +114,7 @@ impl Lowering {
                 exp_avg_sq: own(Purpose::ExpAvgSq(index))?,
                 partial: slot(partials, bucket.id.0 as usize, Partial::BYTES),
                 pieces: plan.norm_pieces(Rank(rank), bucket.id).into(),
+                whole_pieces: plan.bucket_pieces(bucket.id).into(),
                 segments: plan.adam_segments(Rank(rank), bucket.id).into(),
             });
         }
@@ -207,13 +209,22 @@ impl Lowering {
                     }
                 }
             }
+            Op::FindNonFinite { bucket } => {
+                let memory = self.bucket(*bucket);
+                push(Work::FindNonFinite(FindNonFinite {
+                    grad: memory.grads,
+                    dtype: memory.grad_dtype,
+                    pieces: memory.whole_pieces.clone(),
+                    out: memory.partial.sub(Partial::SHARD_BYTES, Partial::BYTES),
+                }));
+            }
             Op::NormPartials { bucket } => {
                 let memory = self.bucket(*bucket);
                 push(Work::NormPartials(NormPartials {
                     grad: memory.reduced,
                     norm: self.rule.norm,
                     pieces: memory.pieces.clone(),
-                    out: memory.partial,
+                    out: memory.partial.sub(0, Partial::SHARD_BYTES),
                 }));
             }
             Op::Fold { host } => {

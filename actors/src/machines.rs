@@ -43,6 +43,7 @@ impl Machines {
         let sequence = Sequence::new(issued, wire, lowering.small_bytes(), first_seq);
         let bucket = |b: &crate::plan::BucketPlan| {
             Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone())
+                .searching(config.check_for_nan_in_grad)
         };
         Self {
             buckets: plan.buckets().iter().map(bucket).collect(),

@@ -406,7 +406,7 @@ impl Machine for Optimizer {
             Op::Fold { .. } => Some(OptimizerMsg::Folded { event }),
             Op::Verdict { step } => Some(OptimizerMsg::Judged { step, event }),
             Op::Adam { bucket, .. } => Some(OptimizerMsg::AdamEnqueued { bucket, event }),
-            Op::ZeroGradients { .. } => None,
+            Op::ZeroGradients { .. } | Op::FindNonFinite { .. } => None,
         }
     }
 }

@@ -60,6 +60,8 @@ pub struct SessionConfig {
     pub first_gather: FirstGather,
     /// Reduce a bucket as soon as its gradients are complete, not at `step`.
     pub overlap_grad_reduce: bool,
+    /// Look for gradients of this rank that are not finite before they are reduced (SPEC T9).
+    pub check_for_nan_in_grad: bool,
     /// Averaging, clipping and policies.
     pub rule: VerdictRule,
     /// The loss scaler.

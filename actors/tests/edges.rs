@@ -6,6 +6,8 @@ mod scenario;
 
 use gatherflow_actors::{Edge, FirstGather, Overlap, Skip};
 use gatherflow_kernels::check::{CheckOptions, RunAhead, Summary, Violations, check_logs};
+use gatherflow_kernels::null::LogEntry;
+use gatherflow_kernels::{Collective, CollectiveOp, Work};
 use proptest::prelude::*;
 use scenario::{Scenario, Shape};
 
@@ -29,9 +31,11 @@ fn a_plain_run_is_clean_in_every_mode() {
             (true, FirstGather::ZeroGrad),
             (true, FirstGather::Forward),
         ] {
-            for (skip, skipped) in [(Skip::Host, vec![]), (Skip::Host, vec![2]), (Skip::Device, vec![0, 2])] {
+            for (skip, check_for_nan_in_grad, skipped) in
+                [(Skip::Host, true, vec![]), (Skip::Host, false, vec![2]), (Skip::Device, true, vec![0, 2])]
+            {
                 let mode = Scenario { overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
-                let scenario = Scenario { skip, skipped, reads_scale: true, ..mode };
+                let scenario = Scenario { skip, skipped, check_for_nan_in_grad, reads_scale: true, ..mode };
                 let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}: {v}"));
                 let buckets = scenario.plan().buckets().len();
                 assert!(buckets > 3);
@@ -45,10 +49,13 @@ fn a_plain_run_is_clean_in_every_mode() {
 
 #[test]
 fn leaving_out_the_waits_of_any_edge_is_found() {
-    for skip in [Skip::Host, Skip::Device] {
-        let thorough = Scenario { skip, ..Scenario::thorough() };
+    for (skip, check_for_nan_in_grad) in [(Skip::Host, false), (Skip::Host, true), (Skip::Device, true)] {
+        let thorough = Scenario { skip, check_for_nan_in_grad, ..Scenario::thorough() };
         for edge in [Edge::E1, Edge::E2, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
-            let scenario = Scenario { dropped_edge: Some(edge), ..thorough.clone() };
+            // A search waits for its bucket's writes, and zeroing behind it on the same stream with it: where nobody writes, it
+            // does not.
+            let unused = if check_for_nan_in_grad && edge == Edge::E6 { 100 } else { thorough.unused };
+            let scenario = Scenario { unused, dropped_edge: Some(edge), ..thorough.clone() };
             let violations = check(&scenario).expect_err(&format!("{edge:?} is missing and nothing was found"));
             assert!(violations.summary.races > 0, "{edge:?} must show as an unordered access: {violations}");
         }
@@ -81,6 +88,39 @@ fn leaving_out_e8_is_found_by_its_assertion() {
         let violations = check(&without).expect_err("E8 is missing");
         assert_eq!(violations.summary.races, 0, "{overlap:?}: nothing else is wrong");
     }
+}
+
+#[test]
+fn gradients_are_searched_behind_their_writes_and_before_their_reduce_once_a_bucket_and_step() {
+    let with = Scenario { check_for_nan_in_grad: true, unused: 20, ..Scenario::plain() };
+    for log in with.run_on_null().logs {
+        let (mut searched, mut reduces) = (Vec::new(), 0);
+        for entry in log.entries.lock().iter() {
+            match entry {
+                LogEntry::Enqueue { on, work: Work::FindNonFinite(search) } => searched.push((*on, search.grad)),
+                LogEntry::Enqueue { on, work: Work::Collective(Collective { op, .. }) } => {
+                    if let CollectiveOp::ReduceScatter { send, .. } = op {
+                        let before = searched.len();
+                        searched.retain(|search| *search != (*on, *send));
+                        assert_eq!(
+                            before - searched.len(),
+                            1,
+                            "the same gradients, once, before it on the same stream"
+                        );
+                        reduces += 1;
+                    }
+                }
+                _ => {}
+            }
+        }
+        assert_eq!(reduces, with.steps as usize * with.plan().buckets().len());
+    }
+    // What the search reads is one more thing that E1 orders.
+    let races = |check_for_nan_in_grad| {
+        let without = Scenario { check_for_nan_in_grad, dropped_edge: Some(Edge::E1), ..with.clone() };
+        check(&without).expect_err("E1 is missing").summary.races
+    };
+    assert!(races(true) > races(false));
 }
 
 #[test]

@@ -102,6 +102,7 @@ fn config(overlap: Overlap, credits: u32, driver: Driver) -> SessionConfig {
         scaler: ScalerRule::None,
         groups: vec![Group::default()],
         skip: Skip::Host,
+        check_for_nan_in_grad: false,
         steps_in_flight: 2,
         deadlines: Deadlines { start_up: limit, collective: limit, silence: limit },
         busy_warning: limit,

@@ -62,7 +62,7 @@ pub struct NormPiece {
     pub counted: bool,
 }
 
-/// What one shard gives: [`Partial::BYTES`] bytes in memory.
+/// What one bucket gives on this rank: [`Partial::BYTES`] bytes in memory. All but the last field is of its reduced shard.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Partial {
     /// Sum of `|g|^p` over counted pieces; 0 where the norm is the largest absolute value.
@@ -73,26 +73,40 @@ pub struct Partial {
     pub zeros: u64,
     /// First parameter with a non-finite element.
     pub nonfinite: Option<u32>,
+    /// First parameter of the bucket whose gradient of this rank alone, before the reduction, had one; written where that is
+    /// looked for ([`crate::finite`]).
+    pub local: Option<u32>,
 }
 
 impl Partial {
     /// Size in memory.
-    pub const BYTES: usize = 32;
+    pub const BYTES: usize = Self::SHARD_BYTES + Self::LOCAL_BYTES;
+    /// What the pass over the reduced shard writes.
+    pub const SHARD_BYTES: usize = 32;
+    /// What the search before the reduction writes behind it.
+    pub const LOCAL_BYTES: usize = 8;
 
-    /// Little endian: `sum_powers`, `max_abs`, `zeros`, and one more than the number of the non-finite parameter (0: none).
+    /// Little endian: `sum_powers`, `max_abs`, `zeros`, and one more than the numbers of the non-finite parameters (0: none).
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0..8].copy_from_slice(&self.sum_powers.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.max_abs.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.zeros.to_le_bytes());
         bytes[24..32].copy_from_slice(&param_to_u64(self.nonfinite).to_le_bytes());
+        bytes[32..40].copy_from_slice(&param_to_u64(self.local).to_le_bytes());
         bytes
     }
 
     /// The inverse of [`Partial::to_bytes`].
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let [a, b, c, d] = words(bytes);
-        Self { sum_powers: f64::from_bits(a), max_abs: f64::from_bits(b), zeros: c, nonfinite: param_from_u64(d) }
+        let [a, b, c, d, e] = words(bytes);
+        Self {
+            sum_powers: f64::from_bits(a),
+            max_abs: f64::from_bits(b),
+            zeros: c,
+            nonfinite: param_from_u64(d),
+            local: param_from_u64(e),
+        }
     }
 }
 
@@ -299,16 +313,16 @@ mod tests {
     fn squares_maximum_and_zeros_are_of_the_pieces_alone() {
         let grad = [f32::NAN, 3.0, -4.0, 0.0, f32::NAN, -0.0, 12.0, f32::INFINITY];
         let partial = partial(&grad, &[piece(1, 4, 0), piece(5, 7, 1)]);
-        assert_eq!(partial, Partial { sum_powers: 169.0, max_abs: 12.0, zeros: 2, nonfinite: None });
+        assert_eq!(partial, Partial { sum_powers: 169.0, max_abs: 12.0, zeros: 2, nonfinite: None, local: None });
     }
 
     #[test]
     fn an_uncounted_piece_is_only_searched_for_nonfinite_elements() {
         let uncounted = NormPiece { counted: false, ..piece(2, 4, 7) };
         let all = partial(&[1.0, 2.0, 9.0, 0.0], &[piece(0, 2, 3), uncounted]);
-        assert_eq!(all, Partial { sum_powers: 5.0, max_abs: 2.0, zeros: 0, nonfinite: None });
+        assert_eq!(all, Partial { sum_powers: 5.0, max_abs: 2.0, zeros: 0, nonfinite: None, local: None });
         let all = partial(&[1.0, 2.0, f32::NAN, 0.0], &[piece(0, 2, 3), uncounted]);
-        assert_eq!(all, Partial { sum_powers: 5.0, max_abs: 2.0, zeros: 0, nonfinite: Some(7) });
+        assert_eq!(all, Partial { sum_powers: 5.0, max_abs: 2.0, zeros: 0, nonfinite: Some(7), local: None });
     }
 
     #[test]
@@ -378,7 +392,7 @@ mod tests {
     #[test]
     fn a_partial_comes_back_from_its_bytes() {
         for nonfinite in [None, Some(0), Some(u32::MAX)] {
-            let partial = Partial { sum_powers: 1e70, max_abs: 2.5, zeros: u64::MAX, nonfinite };
+            let partial = Partial { sum_powers: 1e70, max_abs: 2.5, zeros: u64::MAX, nonfinite, local: Some(7) };
             assert_eq!(Partial::from_bytes(&partial.to_bytes()), partial);
         }
         assert_eq!(Partial::from_bytes(&[0; Partial::BYTES]), Partial::default());

@@ -50,6 +50,12 @@ pub enum Spoiled {
         /// The parameter's number in the plan.
         param: u32,
     },
+    /// This rank's own gradient of the parameter was not finite before it was reduced, and that was looked for (SPEC T9). No
+    /// host knows it: the device finds it.
+    NonFinite {
+        /// The parameter's number in the plan.
+        param: u32,
+    },
 }
 
 /// What one rank sends in the small all-gather: [`RankRecord::BYTES`] bytes.
@@ -63,7 +69,7 @@ pub struct RankRecord {
     pub zeros: u64,
     /// First parameter with a non-finite gradient.
     pub nonfinite: Option<u32>,
-    /// The host's part.
+    /// The host's part, and what the device found that spoils the step.
     pub host: HostVerdict,
 }
 

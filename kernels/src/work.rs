@@ -23,6 +23,8 @@ pub enum Work {
     Copy(Copy),
     /// Convert between element types.
     Cast(Cast),
+    /// Search of one bucket's own gradients for non-finite elements, before they are reduced.
+    FindNonFinite(FindNonFinite),
     /// Partial gradient norm, zero count and non-finite search over one shard.
     NormPartials(NormPartials),
     /// This rank's partials to its record for the small all-gather.
@@ -68,6 +70,19 @@ pub struct Cast {
     pub to: DType,
 }
 
+/// One read over a bucket's gradients of this rank: see [`crate::finite`].
+#[derive(Clone, Debug)]
+pub struct FindNonFinite {
+    /// Read: the gradients of the whole bucket.
+    pub grad: BufRange,
+    /// Their element type.
+    pub dtype: DType,
+    /// The parameters in it, ascending; counted or not.
+    pub pieces: Arc<[NormPiece]>,
+    /// Written: the end of the bucket's [`crate::norm::Partial`] ([`crate::norm::Partial::LOCAL_BYTES`] bytes).
+    pub out: BufRange,
+}
+
 /// One read over a reduced shard (f32): see [`crate::norm`].
 #[derive(Clone, Debug)]
 pub struct NormPartials {
@@ -77,7 +92,7 @@ pub struct NormPartials {
     pub norm: NormType,
     /// The owned pieces of parameters in it, ascending.
     pub pieces: Arc<[NormPiece]>,
-    /// Written: one [`crate::norm::Partial`] ([`crate::norm::Partial::BYTES`] bytes).
+    /// Written: the beginning of the bucket's [`crate::norm::Partial`] ([`crate::norm::Partial::SHARD_BYTES`] bytes).
     pub out: BufRange,
 }
 
@@ -150,6 +165,7 @@ impl Work {
             Self::Fill(_) => "fill",
             Self::Copy(_) => "copy",
             Self::Cast(_) => "cast",
+            Self::FindNonFinite(_) => "non-finite search",
             Self::NormPartials(_) => "norm partials",
             Self::Fold(_) => "fold",
             Self::Verdict(_) => "verdict",
@@ -166,6 +182,7 @@ impl Work {
             Self::Fill(_) => {}
             Self::Copy(w) => read(w.src),
             Self::Cast(w) => read(w.src),
+            Self::FindNonFinite(w) => read(w.grad),
             Self::NormPartials(w) => read(w.grad),
             Self::Fold(w) => read(w.partials),
             Self::Verdict(w) => read(w.records),
@@ -183,6 +200,7 @@ impl Work {
             Self::Fill(w) => write(w.dst),
             Self::Copy(w) => write(w.dst),
             Self::Cast(w) => write(w.dst),
+            Self::FindNonFinite(w) => write(w.out),
             Self::NormPartials(w) => write(w.out),
             Self::Fold(w) => write(w.out),
             Self::Verdict(w) => write(w.scalars),

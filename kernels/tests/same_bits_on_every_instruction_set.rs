@@ -194,7 +194,7 @@ proptest! {
                 ];
                 for norm in [NormType::P(2.0), NormType::P(1.0), NormType::P(2.7), NormType::Inf] {
                     let partial = |isa| partial_on(isa, norm, &grad, &pieces).to_bytes();
-                    let bytes: Vec<[u8; 32]> = Isa::available().into_iter().map(partial).collect();
+                    let bytes: Vec<_> = Isa::available().into_iter().map(partial).collect();
                     assert!(bytes.iter().all(|b| *b == bytes[0]), "{len} elements at {offset}, {norm:?}");
                 }
             }

@@ -66,6 +66,8 @@ setters! {
     "average": average_by_weight(on: bool) |c, v| c.average = if v { Average::Weight } else { Average::Ranks(1) };
     /// `on_nonfinite`: skip the step (default), or skip it and return an error.
     "on_nonfinite": on_nonfinite(policy: OnNonFinite) |c, v| c.on_nonfinite = v;
+    /// `check_for_nan_in_grad`: look at gradients before they are reduced too, and name whose was not finite (default false).
+    "check_for_nan_in_grad": check_for_nan_in_grad(on: bool) |c, v| c.check_for_nan_in_grad = v;
     /// `unused`: a parameter without gradient counts as zero (default), or is an error.
     "unused": unused(policy: Unused) |c, v| c.unused = v;
     /// `scaler.kind`: which loss scaler (default none).

@@ -45,11 +45,15 @@ impl Config {
         let null = self.device == "null";
         let emulate = null.then_some(("device", "device = \"null\" moves no bytes", &["emulate"][..]));
         let max_norm = null.then_some(("device", "device = \"null\" computes no norm", &["max_norm", "norm_type"][..]));
-        let gradient = null.then_some(("device", "device = \"null\" sees no gradient", &["on_nonfinite"][..]));
+        let gradient = null.then_some((
+            "device",
+            "device = \"null\" sees no gradient",
+            &["on_nonfinite", "check_for_nan_in_grad"][..],
+        ));
         let scaled = (self.scaler != ScalerKind::None).then_some((
             "scaler.kind",
-            "with a loss scaler a non-finite gradient always skips",
-            &["on_nonfinite"][..],
+            "with a loss scaler inf is normal: a non-finite gradient always skips",
+            &["on_nonfinite", "check_for_nan_in_grad"][..],
         ));
         let constant = (self.scaler != ScalerKind::Constant).then_some((
             "scaler.kind",

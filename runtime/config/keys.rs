@@ -251,6 +251,15 @@ pub const KEYS: &[Key] = &[
         },
     },
     Key {
+        name: "check_for_nan_in_grad",
+        values: "true or false",
+        default: "false",
+        help: "look at each rank's own gradients before they are reduced, and skip the step with an error that names rank, bucket \
+               and parameter of one with inf or nan; costs one more read of all gradients; without a scaler only, not on the \
+               null device",
+        set: |c, v| put(&mut c.check_for_nan_in_grad, v.as_bool()),
+    },
+    Key {
         name: "unused",
         values: "\"zero\" or \"error\"",
         default: "\"zero\"",

@@ -190,6 +190,7 @@ fn session_config(model: &Model, config: &Config, ranks: usize) -> actors::Sessi
         },
         scaler: config.scaler_rule(),
         skip: config.skip,
+        check_for_nan_in_grad: config.check_for_nan_in_grad,
         groups: model.groups.iter().map(group).collect(),
         steps_in_flight: config.steps_in_flight,
         deadlines: config.deadline_rule(),

@@ -56,6 +56,17 @@ impl Plan {
             .collect()
     }
 
+    /// All parameters of a bucket, by offset from its start.
+    pub fn bucket_pieces(&self, bucket: BucketId) -> Vec<NormPiece> {
+        let bucket = self.bucket(bucket);
+        let piece = |id: &ParamId| {
+            let param = self.param(*id);
+            let range = param.home.range().normalize(param.home.range().start - bucket.range.start);
+            NormPiece { start: range.start, end: range.end, param: id.0, counted: param.counted }
+        };
+        bucket.params.iter().map(piece).collect()
+    }
+
     /// The same pieces for the norm, which counts the first copy of shared parameters, and what is not tensor-parallel
     /// on model-parallel rank 0 only (SPEC T2a).
     pub fn norm_pieces(&self, rank: Rank, bucket: BucketId) -> Vec<NormPiece> {

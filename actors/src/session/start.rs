@@ -276,6 +276,7 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
     lines.push(("bucket size".into(), plan.bucket_size().to_string()));
     lines.push(("plan".into(), format!("{:016x}", plan.fingerprint())));
     lines.push(("averaging, clipping and policies".into(), format!("{:?}", config.rule)));
+    lines.push(("check_for_nan_in_grad".into(), config.check_for_nan_in_grad.to_string()));
     lines.push(("loss scaler".into(), format!("{:?}", config.scaler)));
     lines.push(("skip".into(), format!("{:?}", config.skip)));
     lines.push(("optimizer groups".into(), format!("{:?}", config.groups)));

@@ -134,6 +134,7 @@ pub struct Scenario {
     pub first_gather: FirstGather,
     pub overlap_grad_reduce: bool,
     pub skip: Skip,
+    pub check_for_nan_in_grad: bool,
     /// The executor reads the loss scale before backward, and once more after it.
     pub reads_scale: bool,
     pub steps_in_flight: u32,
@@ -177,6 +178,7 @@ impl Scenario {
             first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
             skip: Skip::Host,
+            check_for_nan_in_grad: false,
             reads_scale: false,
             steps_in_flight: 2,
             steps: 4,
@@ -214,6 +216,7 @@ impl Scenario {
             gate: None,
             first_gather: [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)],
             skip: [Skip::Host, Skip::Device][draw.below(2)],
+            check_for_nan_in_grad: draw.chance(30),
             reads_scale: draw.chance(50),
         }
     }
@@ -238,6 +241,7 @@ impl Scenario {
             scaler: ScalerRule::None,
             groups: vec![Group::default()],
             skip: self.skip,
+            check_for_nan_in_grad: self.check_for_nan_in_grad,
             steps_in_flight: self.steps_in_flight,
             deadlines: Deadlines {
                 start_up: std::time::Duration::from_secs(20),

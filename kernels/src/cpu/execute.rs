@@ -10,10 +10,11 @@ use crate::buffer::BufRange;
 use crate::convert;
 use crate::dtype::{DType, Element};
 use crate::error::DeviceError;
+use crate::finite;
 use crate::lease::{Holds, Operands};
-use crate::norm::{self, Partial};
+use crate::norm::{self, NormPiece, Partial};
 use crate::verdict::{self, RankRecord, Scalars};
-use crate::work::{Adam, Cast, Fold, NormPartials, Verdict, Work};
+use crate::work::{Adam, Cast, FindNonFinite, Fold, NormPartials, Verdict, Work};
 
 /// Evaluates an expression with a type name bound to the Rust type of a [`DType`].
 macro_rules! with_element {
@@ -46,6 +47,7 @@ pub(super) fn execute(work: &Work, holds: &mut Holds) -> Result<(), DeviceError>
             dst.copy_from_slice(src);
         }
         Work::Cast(w) => with_element!(w.from, S => with_element!(w.to, D => cast::<S, D>(w, &mut operands)?)),
+        Work::FindNonFinite(w) => with_element!(w.dtype, G => find_nonfinite::<G>(w, &mut operands)?),
         Work::NormPartials(w) => partials(w, &mut operands)?,
         Work::Fold(w) => fold(w, &mut operands)?,
         Work::Verdict(w) => judge(w, &mut operands)?,
@@ -67,16 +69,33 @@ fn cast<S: Element, D: Element>(work: &Cast, operands: &mut Operands<'_>) -> Res
     Ok(())
 }
 
+fn find_nonfinite<G: Element>(work: &FindNonFinite, operands: &mut Operands<'_>) -> Result<(), DeviceError> {
+    let grad = operands.read::<G>(work.grad)?;
+    inside("non-finite search", &work.pieces, grad.len())?;
+    let out = operands.write_bytes(work.out)?;
+    equal("non-finite search", Partial::LOCAL_BYTES, out.len(), "bytes")?;
+    let found = Partial { local: finite::first_nonfinite(grad, &work.pieces), ..Partial::default() };
+    out.copy_from_slice(&found.to_bytes()[Partial::SHARD_BYTES..]);
+    Ok(())
+}
+
 fn partials(work: &NormPartials, operands: &mut Operands<'_>) -> Result<(), DeviceError> {
     let grad = operands.read::<f32>(work.grad)?;
-    if let Some(piece) = work.pieces.iter().find(|p| p.start > p.end || p.end > grad.len()) {
-        let reason = format!("piece {}..{} is outside a shard of {}", piece.start, piece.end, grad.len());
-        return Err(DeviceError::BadWork { work: "norm partials", reason });
-    }
+    inside("norm partials", &work.pieces, grad.len())?;
     let out = operands.write_bytes(work.out)?;
-    equal("norm partials", Partial::BYTES, out.len(), "bytes")?;
-    out.copy_from_slice(&norm::partial(work.norm, grad, &work.pieces).to_bytes());
+    equal("norm partials", Partial::SHARD_BYTES, out.len(), "bytes")?;
+    out.copy_from_slice(&norm::partial(work.norm, grad, &work.pieces).to_bytes()[..Partial::SHARD_BYTES]);
     Ok(())
+}
+
+fn inside(work: &'static str, pieces: &[NormPiece], numel: usize) -> Result<(), DeviceError> {
+    match pieces.iter().find(|p| p.start > p.end || p.end > numel) {
+        None => Ok(()),
+        Some(piece) => {
+            let reason = format!("piece {}..{} is outside {numel} elements", piece.start, piece.end);
+            Err(DeviceError::BadWork { work, reason })
+        }
+    }
 }
 
 fn fold(work: &Fold, operands: &mut Operands<'_>) -> Result<(), DeviceError> {

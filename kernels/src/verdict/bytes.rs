@@ -5,6 +5,7 @@ use crate::norm::{param_from_u64, param_to_u64, words};
 
 const ABANDONED: u32 = 1;
 const UNUSED: u32 = 2;
+const NON_FINITE: u32 = 3;
 
 impl RankRecord {
     /// Size in memory.
@@ -17,6 +18,7 @@ impl RankRecord {
             None => (0, 0),
             Some(Spoiled::Abandoned { param }) => (ABANDONED, param),
             Some(Spoiled::Unused { param }) => (UNUSED, param),
+            Some(Spoiled::NonFinite { param }) => (NON_FINITE, param),
         };
         from_words([
             self.sum_powers.to_bits(),
@@ -38,6 +40,7 @@ impl RankRecord {
         let spoiled = match spoiled as u32 {
             0 => None,
             UNUSED => Some(Spoiled::Unused { param }),
+            NON_FINITE => Some(Spoiled::NonFinite { param }),
             _ => Some(Spoiled::Abandoned { param }),
         };
         Self {
@@ -98,7 +101,9 @@ mod tests {
 
     #[test]
     fn a_record_comes_back_from_its_bytes() {
-        for spoiled in [None, Some(Spoiled::Abandoned { param: 7 }), Some(Spoiled::Unused { param: u32::MAX })] {
+        let kinds =
+            [Spoiled::Abandoned { param: 7 }, Spoiled::Unused { param: u32::MAX }, Spoiled::NonFinite { param: 0 }];
+        for spoiled in kinds.map(Some).into_iter().chain([None]) {
             for nonfinite in [None, Some(0), Some(u32::MAX)] {
                 for stop in [false, true] {
                     let host = HostVerdict { spoiled, weight: 123.5, stop };

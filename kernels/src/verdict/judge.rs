@@ -1,12 +1,13 @@
 //! Partials to a record, records to the verdict. The same records give the same bits on every rank.
 
-use super::{Average, HostVerdict, OnNonFinite, RankRecord, Scalars, ScalerRule, StepReport, VerdictRule};
+use super::{Average, HostVerdict, OnNonFinite, RankRecord, Scalars, ScalerRule, Spoiled, StepReport, VerdictRule};
 use crate::norm::Partial;
 
 /// Added to the norm in the clip factor (SPEC T3).
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// One rank's record from its shards' partials, which come in plan order, and what only its host knows.
+/// One rank's record from its buckets' partials, which come in plan order, and what only its host knows. Where the host does not
+/// spoil the step, the first parameter found non-finite before the reduction does.
 pub fn fold(partials: impl IntoIterator<Item = Partial>, host: HostVerdict) -> RankRecord {
     let mut record = RankRecord { host, ..RankRecord::default() };
     for partial in partials {
@@ -14,6 +15,7 @@ pub fn fold(partials: impl IntoIterator<Item = Partial>, host: HostVerdict) -> R
         record.max_abs = record.max_abs.max(partial.max_abs);
         record.zeros = record.zeros.wrapping_add(partial.zeros);
         record.nonfinite = record.nonfinite.or(partial.nonfinite);
+        record.host.spoiled = record.host.spoiled.or(partial.local.map(|param| Spoiled::NonFinite { param }));
     }
     record
 }
@@ -117,7 +119,6 @@ fn clip_factor(max_norm: f64, norm: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::float_cmp)] // bits are promised
-    use super::super::Spoiled;
     use super::*;
     use crate::norm::NormType;
 
@@ -150,7 +151,8 @@ mod tests {
 
     #[test]
     fn shards_fold_in_plan_order() {
-        let shard = |sum_powers, max_abs, zeros, nonfinite| Partial { sum_powers, max_abs, zeros, nonfinite };
+        let shard =
+            |sum_powers, max_abs, zeros, nonfinite| Partial { sum_powers, max_abs, zeros, nonfinite, local: None };
         let host = HostVerdict { weight: 5.0, stop: true, ..HostVerdict::default() };
         // 1 + 2^-53 - 1 is 0 from the left and 2^-53 from the right.
         let tiny = 2.0_f64.powi(-53);
@@ -158,6 +160,16 @@ mod tests {
         let record = fold(partials, host);
         assert_eq!(record, RankRecord { sum_powers: 0.0, max_abs: 9.0, zeros: 7, nonfinite: Some(6), host });
         assert_eq!(fold([], host), RankRecord { host, ..RankRecord::default() });
+    }
+
+    #[test]
+    fn a_gradient_found_nonfinite_before_the_reduction_spoils_the_step_unless_the_host_did() {
+        let found = |local| Partial { local, ..Partial::default() };
+        let partials = [found(None), found(Some(8)), found(Some(3))];
+        let spoiled = fold(partials, HostVerdict::default()).host.spoiled;
+        assert_eq!(spoiled, Some(Spoiled::NonFinite { param: 8 }), "the first bucket's is named");
+        let unused = HostVerdict { spoiled: Some(Spoiled::Unused { param: 5 }), ..HostVerdict::default() };
+        assert_eq!(fold(partials, unused), RankRecord { host: unused, ..RankRecord::default() });
     }
 
     #[test]

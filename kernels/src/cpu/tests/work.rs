@@ -8,7 +8,7 @@ use crate::norm::{NormPiece, NormType, Partial};
 use crate::verdict::{
     Average, HostVerdict, OnNonFinite, RankRecord, Report, Scalars, ScalerRule, Spoiled, VerdictRule,
 };
-use crate::work::{Adam, AdamSegment, Cast, Fold, NormPartials, Verdict};
+use crate::work::{Adam, AdamSegment, Cast, FindNonFinite, Fold, NormPartials, Verdict};
 
 /// Runs inline.
 fn run(device: &Arc<dyn Device>, work: Work) -> Result<(), DeviceError> {
@@ -63,7 +63,7 @@ impl Step {
             grad: self.grad.whole(),
             norm: NormType::default(),
             pieces: [piece].into(),
-            out: self.partial.whole(),
+            out: self.partial.range(0, Partial::SHARD_BYTES),
         };
         device.enqueue(reduce, Work::NormPartials(norm)).unwrap();
         let mine = self.records.range(rank * RankRecord::BYTES, (rank + 1) * RankRecord::BYTES);
@@ -159,6 +159,10 @@ fn work_that_does_not_fit_is_named() {
         let piece = NormPiece { start: 0, end, param: 0, counted: true };
         Work::NormPartials(NormPartials { grad: b.range(0, 8), norm: NormType::default(), pieces: [piece].into(), out })
     };
+    let search = |b: &Buffer, end, out| {
+        let piece = NormPiece { start: 0, end, param: 0, counted: true };
+        Work::FindNonFinite(FindNonFinite { grad: b.range(0, 8), dtype: DType::F32, pieces: [piece].into(), out })
+    };
     let verdict = |records, scalars| {
         let rule = VerdictRule {
             average: Average::Ranks(1),
@@ -174,8 +178,10 @@ fn work_that_does_not_fit_is_named() {
         copy(b.range(0, 8), b.range(8, 12)),
         copy(b.range(0, 8), b.range(4, 12)),
         Work::Cast(Cast { src: b.range(0, 8), from: DType::F32, dst: b.range(8, 16), to: DType::F16 }),
-        norm(&b, 3, b.range(8, 8 + Partial::BYTES)),
+        norm(&b, 3, b.range(8, 8 + Partial::SHARD_BYTES)),
         norm(&b, 2, b.range(8, 12)),
+        search(&b, 3, b.range(8, 8 + Partial::LOCAL_BYTES)),
+        search(&b, 2, b.range(8, 12)),
         Work::Fold(Fold { partials: b.range(0, 5), host, out: b.range(64, 64 + RankRecord::BYTES) }),
         Work::Fold(Fold { partials: b.range(0, Partial::BYTES), host, out: b.range(64, 65) }),
         verdict(b.range(0, RankRecord::BYTES + 1), b.range(512, 512 + Scalars::BYTES)),
