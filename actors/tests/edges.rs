@@ -98,17 +98,14 @@ fn gradients_are_searched_behind_their_writes_and_before_their_reduce_once_a_buc
         for entry in log.entries.lock().iter() {
             match entry {
                 LogEntry::Enqueue { on, work: Work::FindNonFinite(search) } => searched.push((*on, search.grad)),
-                LogEntry::Enqueue { on, work: Work::Collective(Collective { op, .. }) } => {
-                    if let CollectiveOp::ReduceScatter { send, .. } = op {
-                        let before = searched.len();
-                        searched.retain(|search| *search != (*on, *send));
-                        assert_eq!(
-                            before - searched.len(),
-                            1,
-                            "the same gradients, once, before it on the same stream"
-                        );
-                        reduces += 1;
-                    }
+                LogEntry::Enqueue {
+                    on,
+                    work: Work::Collective(Collective { op: CollectiveOp::ReduceScatter { send, .. }, .. }),
+                } => {
+                    let before = searched.len();
+                    searched.retain(|search| *search != (*on, *send));
+                    assert_eq!(before - searched.len(), 1, "the same gradients, once, before it on the same stream");
+                    reduces += 1;
                 }
                 _ => {}
             }

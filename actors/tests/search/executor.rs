@@ -4,24 +4,30 @@
 //! step ends where something was posted or left for others to see, or where it blocks; in between it only looks at
 //! what is published, and what is published never goes back. One thread executes.
 
-use gatherflow_actors::Overlap;
 use gatherflow_actors::action::Letter;
 use gatherflow_actors::bucket::BucketMsg;
 use gatherflow_actors::control::ControlMsg;
 use gatherflow_actors::optimizer::{CloseBucket, OptimizerMsg, StepStart};
 use gatherflow_actors::plan::ParamId;
 use gatherflow_actors::prehook::PreHookMsg;
+use gatherflow_actors::{FirstGather, LrRow, Overlap, Skip};
 use gatherflow_kernels::verdict::HostVerdict;
 use gatherflow_kernels::{CollectiveKind, Event};
 
-use super::rank::Rank;
+use super::rank::{Demanded, Rank};
 use super::{Setup, Violation};
 
 /// One call of a training program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Op {
+    /// `zero_grad`.
+    Zero,
     /// Enter a unit.
     Enter(usize),
+    /// Begin the gathers of a unit, and go on.
+    Prefetch(usize),
+    /// Await the future of a parameter of the bucket at this position.
+    Ready(usize),
     /// Write the gradient of one parameter of the bucket at this position, and report it complete.
     Write(usize),
     /// `step`. Parameters that were not written count as zero.
@@ -46,6 +52,8 @@ pub struct Executor {
     unit_seen: Vec<u64>,
     bucket_seen: Vec<u64>,
     chain: (u64, u32),
+    /// The newest version whose gathers may start, and with it those of all before.
+    pub opened: u64,
     pub signalled: u32,
     closing: bool,
 }
@@ -55,6 +63,10 @@ enum Stage {
     Begin,
     /// The demand is left for the pre-hook to see.
     Raised,
+    /// The pre-hook was asked; it is told that nobody waits for what comes before.
+    Asked,
+    /// A future is pending.
+    Pending,
     /// In a chain: a wait ended, and that is left for the pre-hook to see.
     WaitEnded,
     /// Waiting for the last of all buckets, which comes last.
@@ -84,6 +96,7 @@ impl Executor {
             unit_seen: vec![0; setup.units.len()],
             bucket_seen: vec![0; setup.buckets()],
             chain: (0, 0),
+            opened: 0,
             signalled: 0,
             closing: false,
         }
@@ -106,7 +119,18 @@ impl Rank {
         let setup = self.setup.clone();
         let Some(op) = setup.scripts[self.me].get(self.executor.next) else { return Ok(false) };
         match op {
+            Op::Zero => {
+                if setup.first_gather[self.me] == FirstGather::ZeroGrad {
+                    self.open_gathers()?;
+                }
+                Ok(self.done())
+            }
             Op::Enter(unit) => self.enter(*unit, others),
+            Op::Prefetch(unit) => {
+                let chain = setup.modes[self.me].0 == Overlap::Chain;
+                self.begin(&setup.units[*unit], setup.demand(*unit), chain, false, others)
+            }
+            Op::Ready(position) => self.begin(&[*position], *position as u32 + 1, true, true, others),
             Op::Write(position) => self.write(*position),
             Op::Step => self.step(others),
             Op::Signal => {
@@ -124,15 +148,70 @@ impl Rank {
         true
     }
 
+    /// Tells the pre-hook once a version that its gathers may start, unless that went with the step.
+    fn open_gathers(&mut self) -> Result<bool, Violation> {
+        let (version, by_entry) = (self.executor.steps, true);
+        if !self.setup.opens(self.me) || self.executor.opened >= version {
+            return Ok(false);
+        }
+        self.executor.opened = version;
+        self.post(Letter::PreHook(PreHookMsg::Open { version, by_entry }))?;
+        Ok(true)
+    }
+
+    /// Demands the first gathers and waits for none of them, unless `stays`: then for all of these buckets.
+    fn begin(
+        &mut self,
+        positions: &[usize],
+        demanded: u32,
+        awaited: bool,
+        stays: bool,
+        others: u64,
+    ) -> Result<bool, Violation> {
+        let version = self.executor.steps;
+        let there =
+            |position: &usize| self.facts.ready[*position].0 >= version && self.facts.ready[*position].1 <= others;
+        let ready = positions.iter().all(there);
+        match self.executor.stage {
+            Stage::Begin if ready || !stays && self.setup.modes[self.me].0 == Overlap::None => return Ok(self.done()),
+            Stage::Begin => {
+                self.facts.demand = self.facts.demand.max((version, demanded));
+                self.demanded(version, Demanded::entered(demanded));
+                self.executor.stage = Stage::Raised;
+            }
+            Stage::Raised => {
+                if self.take_wants_demand() || self.setup.ranks() > 1 {
+                    self.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: true }))?;
+                }
+                if !awaited {
+                    return Ok(self.done());
+                }
+                self.executor.stage = Stage::Asked;
+            }
+            Stage::Asked => {
+                self.demanded(version, Demanded::forced(demanded));
+                self.post(Letter::PreHook(PreHookMsg::Awaited { version, demanded }))?;
+                self.executor.stage = Stage::Pending;
+                return Ok(stays || self.done());
+            }
+            _ => return Ok(ready && self.done()),
+        }
+        Ok(true)
+    }
+
     fn enter(&mut self, unit: usize, others: u64) -> Result<bool, Violation> {
         let (setup, version) = (self.setup.clone(), self.executor.steps);
         let demanded = setup.demand(unit);
         let mut moved = false;
+        let begins = self.executor.stage == Stage::Begin && self.executor.unit_seen[unit] <= version;
+        if begins && self.open_gathers()? {
+            return Ok(true);
+        }
         match self.executor.stage {
             Stage::Begin if self.executor.unit_seen[unit] > version => return Ok(self.done()),
             Stage::Begin => {
                 self.facts.demand = self.facts.demand.max((version, demanded));
-                self.demanded(version, demanded, 0, 0);
+                self.demanded(version, Demanded::entered(demanded));
                 self.executor.stage = Stage::Raised;
                 return Ok(true);
             }
@@ -149,7 +228,7 @@ impl Rank {
                 }
                 moved = true;
             }
-            Stage::ForLast | Stage::Waiting { .. } => {}
+            Stage::ForLast | Stage::Waiting { .. } | Stage::Asked | Stage::Pending => {}
         }
         if setup.modes[self.me].0 == Overlap::Chain {
             match self.follow_chain(version, demanded, others)? {
@@ -190,7 +269,7 @@ impl Rank {
             let waited = position + 1;
             self.executor.chain.1 = waited;
             self.facts.waited = self.facts.waited.max((version, waited));
-            self.demanded(version, waited, 0, waited);
+            self.demanded(version, Demanded::waited(waited));
             self.executor.stage = Stage::WaitEnded;
         }
         Ok(Some(look))
@@ -229,11 +308,11 @@ impl Rank {
             let what = format!("rank {} reads position {position} at version {version}", self.me);
             Err(Violation::StaleRead(format!("{what}: {why}")))
         };
-        if version > self.facts.finished {
+        if version > self.facts.finished && self.setup.skip == Skip::Host {
             return stale("the verdict of the step before is not known");
         }
-        // A skipped step keeps the bytes of the version before.
-        let Some(newest) = (1..=version).rev().find(|v| self.setup.updated(v - 1)) else { return Ok(()) };
+        // A step that the host skips keeps the bytes of the version before.
+        let Some(newest) = (1..=version).rev().find(|v| self.setup.gathered(v - 1)) else { return Ok(()) };
         let bucket = self.setup.bucket_at(position).0;
         let gather = |k: &gatherflow_kernels::CollectiveKey| {
             (k.kind, k.bucket, k.version) == (CollectiveKind::Gather, bucket, newest)
@@ -250,7 +329,7 @@ impl Rank {
         if self.facts.free[position].0 < step {
             return Ok(false);
         }
-        if self.facts.finished < step {
+        if !self.is_used(step) {
             let what = format!("rank {} writes the gradients of position {position} in step {step}", self.me);
             return Err(Violation::EarlyWrite(what));
         }
@@ -258,6 +337,15 @@ impl Rank {
         let message = BucketMsg::GradientComplete { step, event: Event::done(0) };
         self.post(Letter::Bucket(self.setup.bucket_at(position), message))?;
         Ok(self.done())
+    }
+
+    /// The step before has used its gradients: its Adam is enqueued and, where the host decides, its verdict is known.
+    fn is_used(&self, step: u64) -> bool {
+        let small = |k: &gatherflow_kernels::CollectiveKey| k.kind == CollectiveKind::Small && k.version + 1 == step;
+        match self.setup.skip {
+            Skip::Host => self.facts.finished >= step,
+            Skip::Device => step == 0 || self.facts.issued.iter().any(small),
+        }
     }
 
     fn step(&mut self, others: u64) -> Result<bool, Violation> {
@@ -276,7 +364,8 @@ impl Rank {
                 close.push(CloseBucket { bucket: setup.bucket_at(position), zero, writes: Vec::new() });
             }
         }
-        let (lrs, host, readers) = (Vec::new(), HostVerdict::default(), std::sync::Arc::from([]));
+        let lrs = vec![LrRow { first_t: 1, values: (1..=setup.steps).map(|t| t as f64 / 10.0).collect() }];
+        let (host, readers) = (HostVerdict::default(), std::sync::Arc::from([]));
         let start = StepStart { step, lrs, host, close, readers, scale_read: None };
         self.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))))?;
         self.executor.steps += 1;
@@ -323,7 +412,7 @@ impl Rank {
             return Ok(false);
         }
         self.executor.closing = true;
-        self.demanded(version, 0, total, 0);
+        self.demanded(version, Demanded::forced(total));
         self.post(Letter::PreHook(PreHookMsg::Drain { version }))?;
         self.announce(version);
         self.executor.stage = Stage::ForLast;
