@@ -255,7 +255,7 @@ fn memory_of_a_mixed_model_is_what_the_formats_need() {
         ("masters of buffer 2", &[256]),
         ("exp_avg of buffer 2", &[256]),
         ("exp_avg_sq of buffer 2", &[256]),
-        ("norm partials", &[32, 64, 96, 128]),
+        ("norm partials", &[40, 80, 120, 160]),
         ("rank records", &[64, 128]),
     ];
     assert_eq!(list.len(), expected.len() + 1);
@@ -313,10 +313,10 @@ memory per rank (storage views)
   gradients of buffer 1       512
   exp_avg of buffer 1         256
   exp_avg_sq of buffer 1      256
-  norm partials                96
+  norm partials               120
   rank records                128
   scalars                      64
-  total                   854 304  854.30 kB
+  total                   854 328  854.33 kB
 ";
     assert_eq!(Plan::new(&input).unwrap().describe(), expected);
 }
