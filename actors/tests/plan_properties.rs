@@ -269,7 +269,7 @@ proptest! {
             prop_assert_eq!(allocation.cells.last().copied().unwrap_or(0), allocation.bytes);
         }
         let cells = |purpose| memory.get(purpose).map(|a| a.cells.clone()).unwrap_or_default();
-        let mut expected = 32 * plan.buckets().len() + 64 * plan.ranks() + 64;
+        let mut expected = 40 * plan.buckets().len() + 64 * plan.ranks() + 64;
         for buffer in plan.buffers() {
             let (index, grad) = (buffer.index, buffer.grad_dtype.bytes());
             let f32s = 2 + usize::from(buffer.dtype != DType::F32) + usize::from(buffer.grad_dtype != DType::F32);
