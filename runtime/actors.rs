@@ -8,9 +8,10 @@ pub(crate) use gatherflow_actors::plan::{
 };
 pub(crate) use gatherflow_actors::{
     Counters, Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session,
-    SessionConfig, StartParams, StepOutcome, StepRequest, StepTimes,
+    SessionConfig, Skip, StartParams, StepOutcome, StepRequest, StepTimes,
 };
 pub(crate) use gatherflow_kernels::fnv::Fnv;
+pub(crate) use gatherflow_kernels::norm::NormType;
 pub(crate) use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, Spoiled, VerdictRule};
 pub(crate) use gatherflow_kernels::{
     Access, AccessMode, BufRange, Cause, DType, Device, Element, Event, Failure, FailureKind, Lease, LeaseError, Link,

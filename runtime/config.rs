@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams, Storage};
+use crate::actors::{Average, DType, FirstGather, Link, NormType, OnNonFinite, Overlap, Skip, StartParams, Storage};
 pub use keys::{KEYS, Key, config_table};
 
 /// How far gathers may run ahead of what the executor has demanded.
@@ -83,6 +83,7 @@ pub struct Config {
     pub(crate) credits_bytes: Option<u64>,
     pub(crate) first_gather: FirstGather,
     pub(crate) overlap_grad_reduce: bool,
+    pub(crate) skip: Skip,
     pub(crate) grad_dtype: DType,
     pub(crate) bucket_size: Option<usize>,
     pub(crate) num_buckets: Option<usize>,
@@ -97,8 +98,10 @@ pub struct Config {
     pub(crate) weight_decay: f64,
     pub(crate) adam_w: bool,
     pub(crate) max_norm: f64,
+    pub(crate) norm_type: NormType,
     pub(crate) average: Average,
     pub(crate) on_nonfinite: OnNonFinite,
+    pub(crate) check_for_nan_in_grad: bool,
     pub(crate) unused: Unused,
     pub(crate) scaler: ScalerKind,
     pub(crate) scale: f64,
@@ -130,6 +133,7 @@ impl Default for Config {
             credits_bytes: None,
             first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
+            skip: Skip::Host,
             grad_dtype: DType::F32,
             bucket_size: None,
             num_buckets: None,
@@ -143,8 +147,10 @@ impl Default for Config {
             weight_decay: 0.01,
             adam_w: true,
             max_norm: 1.0,
+            norm_type: NormType::P(2.0),
             average: Average::Ranks(1),
             on_nonfinite: OnNonFinite::Skip,
+            check_for_nan_in_grad: false,
             unused: Unused::Zero,
             scaler: ScalerKind::None,
             scale: 65536.0,

@@ -197,18 +197,16 @@ impl Engine {
     }
 
     /// The loss scale that the next backward must carry; 1 without a scaler. With the dynamic scaler it waits for the
-    /// outcome of the last step.
+    /// outcome of the last step, or with `skip = "device"` until the device has judged that step.
     ///
     /// # Errors
     /// The first cause of a fatal failure.
     pub fn loss_scale(&self) -> Result<f32, Error> {
-        let last = match (self.config.scaler, self.steps()) {
-            (ScalerKind::None, _) => return Ok(1.0),
-            (ScalerKind::Constant, _) => return Ok(self.config.scale as f32),
-            (_, 0) => return Ok(self.config.initial as f32),
-            (_, steps) => steps - 1,
-        };
-        Ok(self.shared.session.outcome(last)?.report.next_loss_scale)
+        Ok(match self.config.scaler {
+            ScalerKind::None => 1.0,
+            ScalerKind::Constant => self.config.scale as f32,
+            ScalerKind::Dynamic => self.shared.session.loss_scale()?,
+        })
     }
 
     /// Takes a step: reduces what is left to reduce, updates this rank's shards, gathers the parameters (before it

@@ -20,7 +20,8 @@ pub enum ErrorKind {
     Model,
     /// A call that the state of the engine does not allow, or an id that does not exist. Nothing was changed.
     Misuse,
-    /// The step was skipped on every rank: a gradient was not finite and the policy is `on_nonfinite = "error"`.
+    /// The step was skipped on every rank: a gradient was not finite and the policy is `on_nonfinite = "error"`, or it was so
+    /// before the reduction and `check_for_nan_in_grad` looked.
     NonFinite,
     /// The step was skipped on every rank: a gradient guard was dropped without `complete`, or a panic left backward.
     Abandoned,
@@ -91,6 +92,10 @@ impl Error {
 
     pub(crate) fn at_step(self, step: u64) -> Self {
         self.with(|parts| parts.step = Some(step))
+    }
+
+    pub(crate) fn in_bucket(self, bucket: u32) -> Self {
+        self.with(|parts| parts.bucket = Some(bucket))
     }
 
     pub(crate) fn of_parameter(self, name: impl Into<String>) -> Self {

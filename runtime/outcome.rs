@@ -93,6 +93,14 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
                 Some(param),
                 "it got no gradient in this step and the configuration says unused = \"error\"; every rank skipped the step",
             ),
+            Spoiled::NonFinite { param } => {
+                let message = "its gradient on this rank was not finite before it was reduced (check_for_nan_in_grad); every rank skipped the step";
+                let error = error(ErrorKind::NonFinite, rank, Some(param), message);
+                match shared.session.plan().bucket_of(ParamId(param)) {
+                    Some(bucket) => error.in_bucket(bucket.0),
+                    None => error,
+                }
+            }
             _ => error(ErrorKind::Abandoned, rank, None, "the rank spoiled the step; every rank skipped it"),
         });
     }

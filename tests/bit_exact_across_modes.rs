@@ -1,4 +1,4 @@
-//! Overlap modes, credits, the overlap of reduction and the issuing thread change no bit of parameters, masters, moments,
+//! Overlap modes, credits, the overlap of reduction, who decides skips, steps in flight and the issuing thread change no bit of parameters, masters, moments,
 //! losses, norms, zero counts and loss scales (rule S1): all are those of a serial optimizer that shares no code with the
 //! runtime. Dtypes are mixed, microbatches change in number, groups differ, some parameters are frozen, unused or tied, and
 //! one step is skipped.
@@ -8,7 +8,9 @@ mod reference;
 mod synthetic;
 
 use gatherflow::Storage;
+use gatherflow::{Credits, NormType, Overlap, Skip};
 use reference::Scaler;
+use std::time::Duration;
 use synthetic::{Job, Net, Setting, Trainer, serial};
 
 const STORAGES: [Storage; 2] = [Storage::Views, Storage::Shared];
@@ -63,8 +65,15 @@ fn check(job: &Job<'_>) {
     assert_eq!(expected.updated_steps(), 5, "one step is skipped");
     for mode in Setting::modes_and_storages() {
         for overlap_grad_reduce in [false, true] {
-            for (issue_on_thread, gather_group_bytes) in [(false, 0), (true, 0), (false, 1500), (true, 1500)] {
-                let setting = Setting { overlap_grad_reduce, issue_on_thread, gather_group_bytes, ..mode };
+            for (issue_on_thread, gather_group_bytes, skip, steps_in_flight) in [
+                (false, 0, Skip::Host, 2),
+                (true, 1500, Skip::Host, 2),
+                (false, 1500, Skip::Device, 1),
+                (false, 0, Skip::Device, 2),
+                (true, 0, Skip::Device, 3),
+            ] {
+                let setting =
+                    Setting { overlap_grad_reduce, skip, issue_on_thread, steps_in_flight, gather_group_bytes, ..mode };
                 let finished = job.train(&expected, &setting);
                 assert!(finished.iter().all(|f| f.counters.skipped_steps == 1), "{setting:?}");
             }
@@ -125,6 +134,50 @@ fn one_copy_of_the_model_on_three_ranks() {
 #[test]
 fn four_copies_of_the_model_on_two_ranks_each_with_experts_and_replicas_on_two() {
     model_parallel_ranks_give_the_bits_of_the_reference(8, 2, 2);
+}
+
+#[test]
+fn every_type_of_norm_is_told_and_clipped_by_with_the_bits_of_the_reference() {
+    for (norm, max_norm) in
+        [(NormType::P(1.0), 20.0), (NormType::P(2.5), 1.0), (NormType::P(0.5), 3000.0), (NormType::Inf, 0.05)]
+    {
+        for (ranks, with_f16) in [(1, false), (3, true), (4, false)] {
+            let net = Net::mixed(with_f16);
+            let job = Job {
+                norm,
+                max_norm,
+                overflow: |step, rank| step == 2 && rank == 0,
+                scaler: with_f16.then(|| Scaler::new(512.0, 2, 1)),
+                ..Job::new(&net, ranks, 5, &program)
+            };
+            let expected = serial(&job);
+            let norms: Vec<f64> = expected.verdicts.iter().filter_map(|v| v.grad_norm).collect();
+            assert!(norms.len() == 4 && norms.iter().all(|n| *n > max_norm), "not clipped: {norm:?}, {norms:?}");
+            for mode in [Setting::of(Overlap::None), Setting::window(Credits::Buckets(3))] {
+                job.train(&expected, &mode);
+            }
+        }
+    }
+}
+
+/// Three steps in four read nothing, so that none of them waits for the verdict of the one before. The device alone knows by
+/// then how many of them were updated, and which learning rates and bias corrections that makes.
+#[test]
+fn steps_that_begin_while_several_verdicts_are_unknown_use_the_rows_of_the_updates_there_were() {
+    let net = Net::mixed(false);
+    let program = |step: u64, rank| if step.is_multiple_of(4) { program(step, rank) } else { Vec::new() };
+    for ranks in 1..=3 {
+        let job =
+            Job { overflow: |step, rank| (step == 0 || step == 8) && rank == 0, ..Job::new(&net, ranks, 12, &program) };
+        let expected = serial(&job);
+        assert_eq!(expected.updated_steps(), 10);
+        for steps_in_flight in 1..=4 {
+            for mode in [Setting::of(Overlap::Chain), Setting::window(Credits::Unlimited)] {
+                let verdict_delay = Duration::from_millis(2);
+                job.train(&expected, &Setting { skip: Skip::Device, steps_in_flight, verdict_delay, ..mode });
+            }
+        }
+    }
 }
 
 macro_rules! on {

@@ -39,6 +39,9 @@ fn values_of_the_wrong_type_name_key_value_and_what_is_expected() {
     for text in [
         "credits = \"many\"",
         "max_norm = -1",
+        "norm_type = 0",
+        "norm_type = 7.5",
+        "norm_type = \"max\"",
         "betas = [0.9]",
         "emulate = \"fast\"",
         "device = \"cuda\"",
@@ -69,6 +72,9 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
         ("device = \"null\"\nemulate = \"1gbit,200us\"", "emulate"),
         ("device = \"null\"\nmax_norm = 1.0", "max_norm"),
         ("layout = \"reference\"\nbandwidth_alignment = true", "bandwidth_alignment"),
+        ("device = \"null\"\nnorm_type = 2", "norm_type"),
+        ("device = \"null\"\ncheck_for_nan_in_grad = true", "check_for_nan_in_grad"),
+        ("scaler = \"constant\"\ncheck_for_nan_in_grad = true", "check_for_nan_in_grad"),
         ("scaler = \"dynamic\"\non_nonfinite = \"error\"", "on_nonfinite"),
         ("[scaler]\nkind = \"constant\"\ngrowth = 2", "scaler.growth"),
         ("[scaler]\nkind = \"dynamic\"\nscale = 2", "scaler.scale"),
@@ -76,6 +82,8 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
     ] {
         let message = refusal(text);
         assert!(message.contains(&format!("`{key}` is set but never read")), "{text}: {message}");
+        let told = !text.contains("scaler = \"constant\"") || message.contains("inf is normal");
+        assert!(told, "{message}");
     }
     for text in ["overlap = \"none\"", "overlap = \"chain\"", "device = \"null\"", "scaler = \"constant\"", ""] {
         Config::from_toml(text).unwrap();

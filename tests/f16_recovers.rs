@@ -5,7 +5,7 @@
 mod reference;
 mod synthetic;
 
-use gatherflow::{DType, GroupId, ParamOptions};
+use gatherflow::{DType, GroupId, ParamOptions, Skip};
 use reference::Scaler;
 use synthetic::{Job, Net, Setting, serial};
 
@@ -46,7 +46,11 @@ fn from_a_scale_of_2_to_the_32_in_every_mode() {
     assert!(last < first / 2.0, "it does not learn: {first} to {last}");
 
     let mut hashes = Vec::new();
-    for setting in Setting::modes_and_storages() {
+    let settings = [(Skip::Host, 2), (Skip::Device, 1), (Skip::Device, 2), (Skip::Device, 3)];
+    let settings = settings.into_iter().flat_map(|(skip, steps_in_flight)| {
+        Setting::modes_and_storages().map(move |mode| Setting { skip, steps_in_flight, ..mode })
+    });
+    for setting in settings {
         for finished in job.train(&expected, &setting) {
             assert_eq!(finished.counters.skipped_steps, skipped, "{setting:?}");
             hashes.push(finished.hash);

@@ -5,12 +5,35 @@
 mod small;
 
 use gatherflow::{
-    Config, DType, Engine, ErrorKind, GroupId, Lr, Mode, Model, OnNonFinite, Overlap, ScalerKind, Unused,
+    Config, DType, Engine, ErrorKind, GroupId, Lr, Mode, Model, OnNonFinite, Overlap, ScalerKind, Skip, Unused,
 };
 use small::{Small, bits, config, microbatch, on_ranks};
 
-/// A good step, then `bad` on rank 1 only (the others take a good one), then a good step.
+/// A good step, then `bad` on rank 1 only (the others take a good one), then a good step, whoever decides skips. All ends as if
+/// the bad step had not been: parameters, moments and t.
 fn one_bad_step(config: &Config, kind: ErrorKind, parameter: Option<&str>, bad: impl Fn(&mut Engine, &Small) + Sync) {
+    for skip in [Skip::Host, Skip::Device] {
+        one_bad_step_with(&config.clone().skip(skip), kind, parameter, &bad);
+    }
+}
+
+fn one_bad_step_with(
+    config: &Config,
+    kind: ErrorKind,
+    parameter: Option<&str>,
+    bad: &(impl Fn(&mut Engine, &Small) + Sync),
+) {
+    let without = on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, self::config()).unwrap();
+        for _ in 0..2 {
+            microbatch(&engine, &small, true, 0.25);
+            assert!(engine.step().unwrap().outcome().unwrap().updated);
+        }
+        let hash = bits(&engine);
+        engine.close().unwrap();
+        hash
+    });
+    let looks = config.is_explicit("check_for_nan_in_grad");
     let hashes = on_ranks(2, |rank| {
         let (mut engine, small) = small::engine(rank, config.clone()).unwrap();
         microbatch(&engine, &small, true, 0.25);
@@ -23,8 +46,10 @@ fn one_bad_step(config: &Config, kind: ErrorKind, parameter: Option<&str>, bad: 
         }
         let error = engine.step().unwrap().outcome().unwrap_err();
         assert_eq!((error.kind(), error.step()), (kind, Some(1)), "{error}");
-        // Gradients are looked at once they are summed: the rank is the one that owns the element.
-        assert!(error.rank() == Some(1) || kind == ErrorKind::NonFinite, "{error}");
+        // Where gradients are only looked at once they are summed, the rank is the one that owns the element.
+        assert!(error.rank() == Some(1) || kind == ErrorKind::NonFinite && !looks, "{error}");
+        let bucket = small::bucket_of(&engine, parameter).filter(|_| looks);
+        assert_eq!(error.bucket(), bucket, "{error}");
         assert_eq!(error.parameter(), parameter, "{error}");
         assert!(!error.is_fatal());
         assert_eq!(bits(&engine), before, "a skipped step changes no parameter");
@@ -35,7 +60,7 @@ fn one_bad_step(config: &Config, kind: ErrorKind, parameter: Option<&str>, bad: 
         engine.close().unwrap();
         hash
     });
-    assert_eq!(hashes[0], hashes[1]);
+    assert_eq!(hashes, without);
 }
 
 #[test]
@@ -136,6 +161,34 @@ fn a_non_finite_gradient_where_the_policy_is_error() {
 }
 
 #[test]
+fn a_non_finite_gradient_of_one_rank_that_is_found_before_it_is_reduced() {
+    for policy in [OnNonFinite::Skip, OnNonFinite::Error] {
+        for (value, late) in [(f32::NAN, false), (f32::INFINITY, true), (f32::NEG_INFINITY, false)] {
+            let config = config().on_nonfinite(policy).check_for_nan_in_grad(true).overlap_grad_reduce(!late);
+            one_bad_step(&config, ErrorKind::NonFinite, Some("own"), |engine, small| {
+                let pass = engine.pass(small.chunk, 0, true, Mode::Train).unwrap();
+                pass.enter(small.second).unwrap();
+                small::write(&pass, small.second, &[small.own], value);
+            });
+        }
+    }
+}
+
+#[test]
+fn finite_gradients_whose_sum_is_not_are_no_fault_of_a_rank() {
+    let config = &config().check_for_nan_in_grad(true);
+    let outcomes = on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config.clone()).unwrap();
+        // The tied one gets it twice on each rank.
+        microbatch(&engine, &small, true, 0.4 * f32::MAX);
+        let outcome = engine.step().unwrap().outcome().unwrap();
+        engine.close().unwrap();
+        outcome.updated
+    });
+    assert_eq!(outcomes, [false, false]);
+}
+
+#[test]
 fn a_parameter_without_gradient_where_the_policy_is_error() {
     let config = config().unused(Unused::Error);
     let errors = on_ranks(2, |rank| {
@@ -164,8 +217,14 @@ fn weights_that_are_all_zero() {
 
 #[test]
 fn learning_rate_schedules_stand_still_over_a_skipped_step() {
+    for (skip, in_flight) in [(Skip::Host, 2), (Skip::Device, 1), (Skip::Device, 2), (Skip::Device, 3)] {
+        schedules_stand_still(&config().skip(skip).steps_in_flight(in_flight));
+    }
+}
+
+fn schedules_stand_still(config: &Config) {
     let rates = on_ranks(2, |rank| {
-        let (mut engine, small) = small::engine(rank, config().steps_in_flight(2)).unwrap();
+        let (mut engine, small) = small::engine(rank, config.clone()).unwrap();
         engine.set_lr(GroupId::DEFAULT, Lr::schedule(|t| t as f64)).unwrap();
         let mut handles = Vec::new();
         for step in 0..5 {

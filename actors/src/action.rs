@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use gatherflow_kernels::adam::AdamRow;
+use gatherflow_kernels::adam::AdamRows;
 use gatherflow_kernels::verdict::{HostVerdict, StepReport};
 use gatherflow_kernels::{CollectiveKey, Event};
 
@@ -24,7 +24,8 @@ use crate::supervisor::SupervisorMsg;
 pub enum Edge {
     /// A reduce starts after the last gradient write of its bucket.
     E1,
-    /// Norm partials after the reduce, the small all-gather after all partials, the verdict after it.
+    /// Norm partials after the reduce, the small all-gather after all partials, the verdict after it, and what the executor
+    /// reads of the verdict after that.
     E2,
     /// Adam after the last read of the version it overwrites.
     E3,
@@ -35,6 +36,8 @@ pub enum Edge {
     /// The first gradient write of the next step after this step's reduce and Adam; with storage `shared` after copy-out and
     /// zeroing.
     E6,
+    /// The verdict, which moves the loss scale, after the executor's read of the scale.
+    E7,
     /// A gather let go by a unit's entry after the executor's stream has reached that entry.
     E8,
 }
@@ -57,6 +60,11 @@ pub enum Op {
         /// Which bucket.
         bucket: BucketId,
     },
+    /// Search of this rank's own gradients of a bucket for what is not finite (SPEC T9).
+    FindNonFinite {
+        /// The bucket whose reduce comes next.
+        bucket: BucketId,
+    },
     /// Norm partials of this rank's reduced shard.
     NormPartials {
         /// Which bucket.
@@ -76,8 +84,8 @@ pub enum Op {
     Adam {
         /// Which bucket.
         bucket: BucketId,
-        /// One row per group.
-        rows: Arc<[AdamRow]>,
+        /// One row per group, for each t still possible.
+        rows: AdamRows,
     },
 }
 
@@ -100,6 +108,13 @@ pub enum Publication {
         /// For which step.
         version: u64,
         /// Behind Adam; with storage `shared` behind the zeroing.
+        event: Event,
+    },
+    /// The verdict of so many steps is enqueued: the loss scale of the next one may be read once `event` is done.
+    Judged {
+        /// How many steps.
+        steps: u64,
+        /// Behind the verdict.
         event: Event,
     },
     /// The outcome of a step is known.
@@ -157,7 +172,7 @@ pub enum Action {
         /// The next one belongs to the same call; the event comes back for the last of them.
         more: bool,
     },
-    /// Deliver the verdict of `step` to the optimizer when the event is done.
+    /// Deliver the verdict of `step` to the optimizer when the event is done. Several may be awaited, in the order of steps.
     WhenVerdict {
         /// Behind the verdict.
         event: Event,

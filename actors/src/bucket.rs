@@ -42,6 +42,11 @@ pub enum BucketMsg {
         /// Behind it.
         event: Event,
     },
+    /// Own feedback: the search for non-finite gradients was enqueued.
+    Searched {
+        /// Behind it.
+        event: Event,
+    },
     /// Communicator: its reduce was issued.
     ReduceIssued {
         /// The step.
@@ -113,6 +118,8 @@ pub struct Bucket {
     members: u32,
     overlap_reduce: bool,
     storage: Storage,
+    /// Gradients are looked at before they are reduced.
+    searches: bool,
     params: Params,
     grads: Grads,
     /// The step whose gradients are being collected.
@@ -138,6 +145,7 @@ impl Bucket {
             members,
             overlap_reduce,
             storage: Storage::Views,
+            searches: false,
             params: Params::Ready(0),
             grads: Grads::Empty,
             step: 0,
@@ -156,6 +164,12 @@ impl Bucket {
         Self { storage, ..self }
     }
 
+    /// The same, looking for gradients that are not finite before each reduce (SPEC T9).
+    #[must_use]
+    pub fn searching(self, searches: bool) -> Self {
+        Self { searches, ..self }
+    }
+
     /// The readiness of its parameters.
     pub fn params(&self) -> Params {
         self.params
@@ -172,6 +186,16 @@ impl Bucket {
             bucket: Some(self.id),
             state: format!("{:?}, {:?}, step {}", self.params, self.grads, self.step),
             message: format!("{message:?}"),
+        }
+    }
+
+    /// All gradients are written behind what was collected.
+    fn written(&mut self, actions: &mut Vec<Action>) {
+        if self.searches {
+            let after = std::mem::take(&mut self.writes);
+            actions.push(Action::Enqueue { op: Op::FindNonFinite { bucket: self.id }, after });
+        } else {
+            self.ask_reduce(actions);
         }
     }
 
@@ -229,7 +253,7 @@ impl Machine for Bucket {
                 } else {
                     self.grads = Grads::Complete;
                     if self.overlap_reduce {
-                        self.ask_reduce(actions);
+                        self.written(actions);
                     }
                 }
             }
@@ -239,7 +263,7 @@ impl Machine for Bucket {
                 self.grads = Grads::Complete;
                 self.writes.extend(writes.into_iter().map(|event| (Edge::E1, event)));
                 if zero.is_empty() {
-                    self.ask_reduce(actions);
+                    self.written(actions);
                 } else {
                     actions.push(Action::Enqueue {
                         op: Op::ZeroGradients { bucket: self.id, params: zero },
@@ -248,9 +272,13 @@ impl Machine for Bucket {
                 }
             }
             (BucketMsg::Close { step, .. }, _, Grads::Complete) if step == self.step && !self.overlap_reduce => {
-                self.ask_reduce(actions);
+                self.written(actions);
             }
             (BucketMsg::Zeroed { event }, _, Grads::Complete) => {
+                self.writes.push((Edge::E1, event));
+                self.written(actions);
+            }
+            (BucketMsg::Searched { event }, _, Grads::Complete) if self.searches => {
                 self.writes.push((Edge::E1, event));
                 self.ask_reduce(actions);
             }
@@ -319,8 +347,11 @@ impl Machine for Bucket {
         Ok(())
     }
 
-    fn enqueued(_op: Op, event: Event) -> Option<BucketMsg> {
-        Some(BucketMsg::Zeroed { event })
+    fn enqueued(op: Op, event: Event) -> Option<BucketMsg> {
+        match op {
+            Op::FindNonFinite { .. } => Some(BucketMsg::Searched { event }),
+            _ => Some(BucketMsg::Zeroed { event }),
+        }
     }
 }
 
@@ -353,6 +384,7 @@ mod tests {
                 format!("zero {} {}", params.len(), ids(after).join(" "))
             }
             Action::Enqueue { op: Op::ZeroBucket { .. }, after } => format!("zero bucket {}", ids(after).join(" ")),
+            Action::Enqueue { op: Op::FindNonFinite { .. }, after } => format!("search {}", ids(after).join(" ")),
             Action::Publish(Publication::Ready { version, event, .. }) => format!("ready {version} {}", event.id()),
             Action::Publish(Publication::GradientsFree { version, event, .. }) => {
                 format!("free {version} {}", event.id())
@@ -453,6 +485,22 @@ mod tests {
         let mut untouched = bucket(3, true);
         let close = BucketMsg::Close { step: 0, zero: vec![], writes: vec![event(11)] };
         assert_eq!(say(&mut untouched, close), ["reduce 0 E1:11"]);
+    }
+
+    #[test]
+    fn a_search_for_what_is_not_finite_comes_behind_all_writes_and_before_the_reduce() {
+        let searched = || BucketMsg::Searched { event: event(40) };
+        let mut b = bucket(1, true).searching(true);
+        assert_eq!(say(&mut b, complete(0, 10)), ["search E1:10"]);
+        assert_eq!(say(&mut b, searched()), ["reduce 0 E1:40"]);
+        let mut late = bucket(1, false).searching(true);
+        assert!(say(&mut late, complete(0, 10)).is_empty());
+        assert_eq!(say(&mut late, BucketMsg::Close { step: 0, zero: vec![], writes: vec![] }), ["search E1:10"]);
+        let mut zeroed = bucket(2, true).searching(true);
+        let close = BucketMsg::Close { step: 0, zero: vec![ParamId(1)], writes: vec![event(11)] };
+        assert_eq!(say(&mut zeroed, close), ["zero 1 E6:1"]);
+        assert_eq!(say(&mut zeroed, BucketMsg::Zeroed { event: event(12) }), ["search E1:11 E1:12"]);
+        assert!(bucket(1, true).on(searched(), &mut Vec::new()).is_err(), "nobody asked");
     }
 
     #[test]

@@ -67,6 +67,7 @@ fn unpack(packed: u64) -> (u64, u32) {
 pub struct Face {
     rank: usize,
     buckets: Box<[BucketFace]>,
+    judged: Fact,
     demand: AtomicU64,
     waited: AtomicU64,
     wants_demand: AtomicBool,
@@ -100,6 +101,7 @@ impl Face {
         Self {
             rank,
             buckets: (0..buckets).map(|_| bucket()).collect(),
+            judged: Fact::new(started.clone()),
             demand: AtomicU64::new(0),
             waited: AtomicU64::new(0),
             wants_demand: AtomicBool::new(false),
@@ -127,11 +129,17 @@ impl Face {
         &self.buckets[bucket.0 as usize].free
     }
 
+    /// How many steps have their verdict enqueued, where the device decides skips.
+    pub fn judged(&self) -> &Fact {
+        &self.judged
+    }
+
     /// Carries out what a machine published. Facts wake nobody before [`Face::wake_for_facts`], or before there are several.
     pub fn publish(&self, publication: Publication) {
         match publication {
             Publication::Ready { bucket, version, event } => self.settle(self.ready(bucket), version, event),
             Publication::GradientsFree { bucket, version, event } => self.settle(self.free(bucket), version, event),
+            Publication::Judged { steps, event } => self.settle(&self.judged, steps, event),
             Publication::Outcome(outcome) => {
                 let mut outcomes = self.outcomes.lock();
                 if outcomes.len() == OUTCOMES_KEPT {

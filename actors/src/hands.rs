@@ -80,8 +80,8 @@ pub(crate) struct Hands {
     pub(crate) outstanding: Mutex<VecDeque<Outstanding>>,
     /// Kept from turn to turn, for all machines: the memory of two lists of actions.
     pub(crate) lists: Mutex<Lists>,
-    /// The verdict that is awaited: its step, the event behind it, and since when nothing else is in its way.
-    pub(crate) judging: Mutex<Option<(u64, Event, u64)>>,
+    /// The verdicts that are awaited: the step, the event behind each, and since when nothing else is in its way.
+    pub(crate) judging: Mutex<VecDeque<(u64, Event, u64)>>,
     /// The session ends its actors: from now on their end is no failure.
     pub(crate) stopping: AtomicBool,
     /// Tests leave out the waits of one edge, to see the checker find it.
@@ -111,7 +111,9 @@ impl Hands {
     /// The stream on which an operation runs.
     fn stream_of(&self, op: &crate::action::Op) -> StreamId {
         match op {
-            crate::action::Op::ZeroGradients { .. } | crate::action::Op::ZeroBucket { .. } => self.streams.reduce,
+            crate::action::Op::ZeroGradients { .. }
+            | crate::action::Op::ZeroBucket { .. }
+            | crate::action::Op::FindNonFinite { .. } => self.streams.reduce,
             _ => self.streams.optimizer,
         }
     }
@@ -183,15 +185,25 @@ impl Hands {
         outstanding.front().map(|o| (o.key, o.since_ns))
     }
 
-    /// The step whose verdict is awaited, and since when all collectives before it are over.
+    /// Keeps the verdict of a step until its end was seen.
+    fn note_judging(&self, step: u64, event: &Event) {
+        let mut judging = self.judging.lock();
+        while judging.front().is_some_and(|(_, event, _)| event.is_done()) {
+            judging.pop_front();
+        }
+        judging.push_back((step, event.clone(), clock::now_ns()));
+    }
+
+    /// The oldest step whose verdict is awaited, and since when all collectives before it are over.
     pub(crate) fn oldest_verdict(&self) -> Option<(u64, u64)> {
         let mut judging = self.judging.lock();
-        let (step, event, since_ns) = judging.as_mut()?;
-        if event.is_done() {
-            *judging = None;
-            return None;
+        let before = judging.len();
+        while judging.front().is_some_and(|(_, event, _)| event.is_done()) {
+            judging.pop_front();
         }
-        if self.oldest_outstanding().is_some() {
+        let next_of_several = judging.len() < before;
+        let (step, _, since_ns) = judging.front_mut()?;
+        if next_of_several || self.oldest_outstanding().is_some() {
             *since_ns = clock::now_ns();
         }
         Some((*step, *since_ns))
@@ -348,7 +360,7 @@ impl Hands {
             }
             Action::WhenVerdict { event, step } => {
                 let (report, post, rank) = (self.lowering.report().clone(), post.clone(), self.control.rank());
-                let notify = move |ended: Result<(), Cause>| match (ended, report.get()) {
+                let notify = move |ended: Result<(), Cause>| match (ended, report.take(step)) {
                     (Ok(()), Some(report)) => {
                         post.post(Letter::Optimizer(OptimizerMsg::Verdict { step, report: Box::new(report) }));
                     }
@@ -359,7 +371,7 @@ impl Hands {
                     }
                     (Err(cause), _) => post.post(Letter::Supervisor(SupervisorMsg::Failed(cause))),
                 };
-                *self.judging.lock() = Some((step, event.clone(), clock::now_ns()));
+                self.note_judging(step, &event);
                 self.device.when(&event, Box::new(notify));
             }
             Action::LetGo { bucket, version, after_entry } => {

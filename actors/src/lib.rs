@@ -45,7 +45,7 @@ pub mod supervisor;
 
 pub use action::{ActorName, Edge, StepOutcome};
 pub use control::{Ranks, Seat};
-pub use optimizer::{Group, LrRow};
+pub use optimizer::{Group, LrRow, Skip};
 pub use prehook::{Credits, FirstGather, Overlap};
 pub use session::{Counters, Driver, Session, SessionConfig, StartParams, StepRequest, StepTimes};
 pub use supervisor::Deadlines;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use gatherflow_kernels::norm::{NormPiece, Partial};
 use gatherflow_kernels::verdict::{RankRecord, Report, Scalars, ScalerRule, VerdictRule};
-use gatherflow_kernels::work::{Adam, AdamSegment, Cast, Copy, Fill, Fold, NormPartials, Verdict};
+use gatherflow_kernels::work::{Adam, AdamSegment, Cast, Copy, Fill, FindNonFinite, Fold, NormPartials, Verdict};
 use gatherflow_kernels::{
     BufRange, Buffer, Collective, CollectiveKey, CollectiveKind, CollectiveOp, DType, Device, DeviceError, Members,
     Work,
@@ -48,6 +48,7 @@ pub struct BucketMemory {
     group: u32,
     sums: [u32; 2],
     pieces: Arc<[NormPiece]>,
+    whole_pieces: Arc<[NormPiece]>,
     segments: Arc<[AdamSegment]>,
 }
 
@@ -136,6 +137,7 @@ impl Lowering {
                 group: plan.reduce_group(bucket.id),
                 sums: plan.sum_groups(bucket.id),
                 pieces: plan.norm_pieces(Rank(rank), bucket.id).into(),
+                whole_pieces: plan.bucket_pieces(bucket.id).into(),
                 segments: plan.adam_segments(Rank(rank), bucket.id).into(),
             });
         }
@@ -235,13 +237,23 @@ impl Lowering {
                 }
             }
             Op::ZeroBucket { bucket } => push(self.zero_bucket(*bucket)),
+            Op::FindNonFinite { bucket } => {
+                let memory = self.bucket(*bucket);
+                push(Work::FindNonFinite(FindNonFinite {
+                    grad: memory.grads,
+                    dtype: memory.grad_dtype,
+                    pieces: memory.whole_pieces.clone(),
+                    out: memory.partial.sub(Partial::SHARD_BYTES, Partial::BYTES),
+                }));
+            }
             Op::NormPartials { bucket } => {
                 let memory = self.bucket(*bucket);
                 push(Work::NormPartials(NormPartials {
                     grad: memory.reduced,
+                    norm: self.rule.norm,
                     pieces: memory.pieces.clone(),
                     ratio: memory.ratio,
-                    out: memory.partial,
+                    out: memory.partial.sub(0, Partial::SHARD_BYTES),
                 }));
             }
             Op::Fold { host } => {

@@ -43,14 +43,16 @@ impl Machines {
         let sequence =
             Sequence::new(issued, wire, lowering.small_bytes(), first_seq).in_calls(plan.call_ends().to_vec());
         let bucket = |b: &crate::plan::BucketPlan| {
-            Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone()).stored(plan.storage())
+            Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone())
+                .stored(plan.storage())
+                .searching(config.check_for_nan_in_grad)
         };
         Self {
             buckets: plan.buckets().iter().map(bucket).collect(),
             prehook: PreHook::new(order.to_vec(), bytes, config.overlap, config.credits, plan.ranks() > 1)
                 .starting(config.first_gather)
                 .in_calls(plan.call_ends().to_vec()),
-            optimizer: Optimizer::new(config.groups.clone(), order.to_vec()),
+            optimizer: Optimizer::new(config.groups.clone(), order.to_vec()).deciding(config.skip),
             communicator: Communicator::new(sequence, order.len(), config.check_order_every),
             supervisor: Supervisor::new(rank, plan.ranks()),
         }

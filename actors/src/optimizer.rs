@@ -3,16 +3,21 @@
 //! Owns the groups' hyperparameters and their step counts t. Hears from the executor (step), the buckets (shard reduced),
 //! the communicator (the small all-gather is issued) and the device (verdict). Enqueues, in this order: norm partials
 //! behind each reduce (edge E2), the fold behind all partials, the verdict behind the small all-gather, and Adam of every
-//! bucket behind the last reads of the version it overwrites (edge E3). Adam reads the verdict on the device; the host is
-//! told before it lets gathers go.
+//! bucket behind the last reads of the version it overwrites (edge E3). The verdict moves the loss scale, so it comes behind the
+//! executor's read of that (edge E7).
 //!
-//! A skipped step changes no parameter, no moment and no t (SPEC T7).
+//! Adam reads the verdict on the device. Where the host decides a skip ([`Skip::Host`]) it is told before it lets gathers go,
+//! and a skipped step has none. Where the device decides ([`Skip::Device`]) the step is over for the host once Adam is enqueued:
+//! gathers go whatever the verdict will be, the next step may begin, and the device picks Adam's row among those of each number
+//! of updated steps that the unknown verdicts leave possible. Outcomes come in the order of steps.
+//!
+//! A skipped step changes no parameter, no moment and no t (SPEC T7). Both ways give the same bits.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use gatherflow_kernels::Event;
-use gatherflow_kernels::adam::AdamRow;
+use gatherflow_kernels::adam::{AdamRow, AdamRows};
 use gatherflow_kernels::verdict::{HostVerdict, StepReport};
 
 use crate::action::{Action, Edge, Letter, Machine, Op, Publication, StepOutcome, WrongTransition};
@@ -20,6 +25,16 @@ use crate::bucket::BucketMsg;
 use crate::communicator::CommunicatorMsg;
 use crate::plan::{BucketId, ParamId};
 use crate::prehook::PreHookMsg;
+
+/// Who decides that a step is skipped, and so that it has no gathers (SPEC T7).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Skip {
+    /// The host: gathers wait until it knows the verdict.
+    #[default]
+    Host,
+    /// The device: gathers do not wait, and move unchanged bytes.
+    Device,
+}
 
 /// The hyperparameters of one optimizer group that do not change from step to step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -86,6 +101,8 @@ pub struct StepStart {
     pub close: Vec<CloseBucket>,
     /// Behind the last reads of the old version, one per reader stream.
     pub readers: Arc<[Event]>,
+    /// Behind the executor's last read of the loss scale on the device, if there was one.
+    pub scale_read: Option<Event>,
 }
 
 /// What the optimizer hears.
@@ -148,7 +165,7 @@ enum Phase {
     Reducing,
     /// All partials are enqueued and folded; the small all-gather was asked for.
     Exchanging,
-    /// Verdict and Adam are enqueued; the host does not know the verdict yet.
+    /// The verdict is enqueued; Adam is not, or the host has to know the verdict before the step is over.
     Judging,
 }
 
@@ -156,7 +173,12 @@ enum Phase {
 #[derive(Clone, Debug)]
 pub struct Optimizer {
     groups: Vec<Group>,
+    skip: Skip,
     t: Vec<u64>,
+    /// Steps updated so far, as far as verdicts are known: the device counts on from there.
+    updates: u64,
+    /// Steps whose verdict is enqueued and not known, with their learning rates.
+    judging: VecDeque<(u64, Vec<LrRow>)>,
     /// Buckets in gather order: the order of Adam.
     order: Vec<BucketId>,
     step: u64,
@@ -168,7 +190,6 @@ pub struct Optimizer {
     start: Option<Box<StepStart>>,
     /// Steps called before the one before them was judged.
     next: VecDeque<Box<StepStart>>,
-    lrs: Vec<f64>,
     adam: Vec<(BucketId, Event)>,
     readers: Arc<[Event]>,
 }
@@ -179,6 +200,9 @@ impl Optimizer {
         Self {
             t: vec![0; groups.len()],
             groups,
+            skip: Skip::Host,
+            updates: 0,
+            judging: VecDeque::new(),
             adam: Vec::with_capacity(order.len()),
             gathered: vec![None; order.len()],
             order,
@@ -187,9 +211,14 @@ impl Optimizer {
             reduced: 0,
             start: None,
             next: VecDeque::new(),
-            lrs: Vec::new(),
             readers: Arc::from([]),
         }
+    }
+
+    /// The same, with somebody else deciding skips.
+    #[must_use]
+    pub fn deciding(self, skip: Skip) -> Self {
+        Self { skip, ..self }
     }
 
     /// Successful steps so far, per group.
@@ -213,6 +242,12 @@ impl Optimizer {
         }
     }
 
+    /// Where the host decides, a verdict ends the step, and that needs every Adam to be enqueued.
+    fn expects_verdict(&self, step: u64) -> bool {
+        let enqueued = self.phase == Phase::Judging && self.adam.len() == self.order.len();
+        self.judging.front().is_some_and(|(oldest, _)| *oldest == step) && (self.skip == Skip::Device || enqueued)
+    }
+
     fn begin(&mut self, mut start: Box<StepStart>, actions: &mut Vec<Action>) {
         for close in std::mem::take(&mut start.close) {
             actions.push(Action::Send(Letter::Bucket(
@@ -234,41 +269,70 @@ impl Optimizer {
         actions.push(Action::Enqueue { op: Op::Fold { host: start.host }, after: Vec::new() });
     }
 
-    /// One row of scalars per group, for the t that this step has if it is updated.
-    fn rows(&self) -> Arc<[AdamRow]> {
-        self.groups
-            .iter()
-            .zip(&self.t)
-            .zip(&self.lrs)
-            .map(|((group, t), lr)| {
-                AdamRow::new(*lr, group.betas, group.eps, group.weight_decay, group.decoupled, t + 1)
-            })
-            .collect()
+    /// One row of scalars per group, for each t that this step may have if it is updated: any of the steps before it whose
+    /// verdicts are unknown may be updated or not.
+    fn rows(&self, lrs: &[LrRow]) -> AdamRows {
+        let row = |unknown: u64, ((group, t), lr): ((&Group, &u64), &LrRow)| {
+            let t = t + 1 + unknown;
+            AdamRow::new(lr.at(t), group.betas, group.eps, group.weight_decay, group.decoupled, t)
+        };
+        let groups = || self.groups.iter().zip(&self.t).zip(lrs);
+        let rows = (0..=self.judging.len() as u64).flat_map(|unknown| groups().map(move |group| row(unknown, group)));
+        AdamRows::new(self.updates + 1, groups().len(), rows)
     }
 
     fn judged(&mut self, event: Event, actions: &mut Vec<Action>) {
         self.phase = Phase::Judging;
-        actions.push(Action::WhenVerdict { event, step: self.step });
-        if let Some(start) = self.start.take() {
-            self.lrs = start.lrs.iter().zip(&self.t).map(|(row, t)| row.at(t + 1)).collect();
-            self.readers = start.readers;
+        if self.skip == Skip::Device {
+            // The executor may read the next loss scale where the host does not know it.
+            actions.push(Action::Publish(Publication::Judged { steps: self.step + 1, event: event.clone() }));
         }
-        let rows = self.rows();
+        actions.push(Action::WhenVerdict { event, step: self.step });
+        let mut lrs = Vec::new();
+        if let Some(start) = self.start.take() {
+            self.readers = start.readers;
+            lrs = start.lrs;
+        }
+        let rows = self.rows(&lrs);
+        self.judging.push_back((self.step, lrs));
         for &bucket in &self.order {
             let gathered = self.gathered[bucket.0 as usize].take();
             let after = self.readers.iter().cloned().chain(gathered).map(|event| (Edge::E3, event)).collect();
             actions.push(Action::Enqueue { op: Op::Adam { bucket, rows: rows.clone() }, after });
         }
+        self.go_on_if_enqueued(actions);
     }
 
-    fn finish(&mut self, report: StepReport, actions: &mut Vec<Action>) {
-        let version = self.step + 1;
+    /// Where the device decides, the step is over for the host once its last Adam is enqueued.
+    fn go_on_if_enqueued(&mut self, actions: &mut Vec<Action>) {
+        if self.skip == Skip::Device && self.adam.len() == self.order.len() {
+            self.release(true, actions);
+            self.go_on(actions);
+        }
+    }
+
+    /// The verdict of the oldest step that awaits one.
+    fn known(&mut self, report: StepReport, actions: &mut Vec<Action>) {
+        let Some((step, lrs)) = self.judging.pop_front() else { return };
+        let lrs = lrs.iter().zip(&self.t).map(|(row, t)| row.at(t + 1)).collect();
         let updated = report.updated;
         if updated {
-            for t in &mut self.t {
-                *t += 1;
-            }
+            self.updates += 1;
+            self.t.iter_mut().for_each(|t| *t += 1);
         }
+        if self.skip == Skip::Host {
+            self.release(updated, actions);
+        }
+        let t = self.t.clone();
+        actions.push(Action::Publish(Publication::Outcome(Arc::new(StepOutcome { step, report, lrs, t }))));
+        if self.skip == Skip::Host {
+            self.go_on(actions);
+        }
+    }
+
+    /// The new version: buckets, communicator and pre-hook hear whether gathers make it.
+    fn release(&mut self, updated: bool, actions: &mut Vec<Action>) {
+        let version = self.step + 1;
         for (bucket, adam) in self.adam.drain(..) {
             let message = if updated {
                 BucketMsg::Updated { version, adam, readers: self.readers.clone() }
@@ -279,13 +343,10 @@ impl Optimizer {
         }
         actions.push(Action::Send(Letter::Communicator(CommunicatorMsg::Verdict { step: self.step, updated })));
         actions.push(Action::Send(Letter::PreHook(PreHookMsg::StepFinished { version, updated })));
-        actions.push(Action::Publish(Publication::Outcome(Arc::new(StepOutcome {
-            step: self.step,
-            report,
-            lrs: std::mem::take(&mut self.lrs),
-            t: self.t.clone(),
-        }))));
-        self.step = version;
+    }
+
+    fn go_on(&mut self, actions: &mut Vec<Action>) {
+        self.step += 1;
         self.phase = Phase::Reducing;
         self.reduced = 0;
         if let Some(next) = self.next.pop_front() {
@@ -321,19 +382,19 @@ impl Machine for Optimizer {
                 })));
             }
             (OptimizerMsg::SmallIssued { step, event }, Phase::Exchanging) if step == self.step => {
-                actions.push(Action::Enqueue { op: Op::Verdict { step }, after: vec![(Edge::E2, event)] });
+                let scale_read = self.start.as_ref().and_then(|start| start.scale_read.clone());
+                let read = scale_read.map(|event| (Edge::E7, event));
+                let after = std::iter::once((Edge::E2, event)).chain(read).collect();
+                actions.push(Action::Enqueue { op: Op::Verdict { step }, after });
             }
             (OptimizerMsg::Judged { step, event }, Phase::Exchanging) if step == self.step => {
                 self.judged(event, actions);
             }
             (OptimizerMsg::AdamEnqueued { bucket, event }, Phase::Judging) if self.adam.len() < self.order.len() => {
                 self.adam.push((bucket, event));
+                self.go_on_if_enqueued(actions);
             }
-            (OptimizerMsg::Verdict { step, report }, Phase::Judging)
-                if step == self.step && self.adam.len() == self.order.len() =>
-            {
-                self.finish(*report, actions);
-            }
+            (OptimizerMsg::Verdict { step, report }, _) if self.expects_verdict(step) => self.known(*report, actions),
             (message, _) => return Err(self.wrong(&message)),
         }
         Ok(())
@@ -345,7 +406,7 @@ impl Machine for Optimizer {
             Op::Fold { .. } => Some(OptimizerMsg::Folded { event }),
             Op::Verdict { step } => Some(OptimizerMsg::Judged { step, event }),
             Op::Adam { bucket, .. } => Some(OptimizerMsg::AdamEnqueued { bucket, event }),
-            Op::ZeroGradients { .. } | Op::ZeroBucket { .. } => None,
+            Op::ZeroGradients { .. } | Op::ZeroBucket { .. } | Op::FindNonFinite { .. } => None,
         }
     }
 }
@@ -369,7 +430,14 @@ mod tests {
     fn step(step: u64, close: Vec<CloseBucket>) -> OptimizerMsg {
         let lrs = vec![LrRow { first_t: 1, values: vec![0.1, 0.2, 0.3] }, LrRow::constant(0.5)];
         let readers = Arc::from([event(90 + step)]);
-        OptimizerMsg::Step(Box::new(StepStart { step, lrs, host: HostVerdict::default(), close, readers }))
+        OptimizerMsg::Step(Box::new(StepStart {
+            step,
+            lrs,
+            host: HostVerdict::default(),
+            close,
+            readers,
+            scale_read: None,
+        }))
     }
 
     fn reduced(step: u64, bucket: u32) -> OptimizerMsg {
@@ -417,7 +485,12 @@ mod tests {
             }
             Action::Enqueue { op: Op::Fold { .. }, after } => format!("fold{}", ids(after)),
             Action::Enqueue { op: Op::Verdict { step }, after } => format!("verdict {step}{}", ids(after)),
-            Action::Enqueue { op: Op::Adam { bucket, .. }, after } => format!("adam {}{}", bucket.0, ids(after)),
+            Action::Enqueue { op: Op::Adam { bucket, rows }, after } => {
+                // What was judged last is told by the first group's learning rate in tenths, for each count of updates.
+                let lrs = (0..9).filter_map(|n| rows.at(n).map(|rows| format!(" {n}:{}", (rows[0].lr * 10.0) as u32)));
+                format!("adam {}{}{}", bucket.0, ids(after), lrs.collect::<String>())
+            }
+            Action::Publish(Publication::Judged { steps, event }) => format!("judged {steps}:{}", event.id()),
             Action::WhenVerdict { step, event } => format!("when {step}:{}", event.id()),
             Action::Send(Letter::Communicator(CommunicatorMsg::Small { step, after })) => {
                 format!("small {step}{}", ids(after))
@@ -448,7 +521,7 @@ mod tests {
         assert_eq!(say(&mut o, reduced(0, 0)), ["partials 0 E2:10"]);
         assert!(say(&mut o, step(0, vec![])).is_empty(), "one shard is missing");
         assert_eq!(say(&mut o, reduced(0, 1)), ["partials 1 E2:11", "fold", "small 0 E2:30"]);
-        let judged = ["verdict 0 E2:20", "when 0:30", "adam 1 E3:90 E3:51", "adam 0 E3:90 E3:50"];
+        let judged = ["verdict 0 E2:20", "when 0:30", "adam 1 E3:90 E3:51 1:1", "adam 0 E3:90 E3:50 1:1"];
         assert_eq!(say(&mut o, small(0)), judged, "Adam by place, behind readers and gathers");
         let finished = [
             "updated 1 1 41 90",
@@ -518,6 +591,60 @@ mod tests {
             assert_eq!(words.last() == Some(&next), number < 2, "{words:?}");
             assert!(words[0].ends_with(&format!("{}", 90 + number)), "with its own readers: {words:?}");
         }
+    }
+
+    #[test]
+    fn where_the_device_decides_a_step_is_over_once_adam_is_enqueued_and_rows_cover_what_is_unknown() {
+        let mut o = optimizer(1).deciding(Skip::Device);
+        let released = |number: u64| {
+            let version = number + 1;
+            [
+                format!("updated 0 {version} 40 {}", 90 + number),
+                format!("told {number} true"),
+                format!("finished {version} true"),
+            ]
+        };
+        let take = |o: &mut Optimizer, number| {
+            say(o, reduced(number, 0));
+            say(o, step(number, vec![]));
+            say(o, small(number))
+        };
+        let rows = |words: &[String]| words[3].split("50").nth(1).unwrap().to_owned();
+        for (number, expected) in [(0, " 1:1"), (1, " 1:1 2:2"), (2, " 1:1 2:2 3:3")] {
+            let words = take(&mut o, number);
+            assert_eq!(
+                words[..3],
+                [format!("verdict {number} E2:20"), format!("judged {}:30", number + 1), format!("when {number}:30")]
+            );
+            assert_eq!((rows(&words).as_str(), &words[4..]), (expected, &released(number)[..]));
+        }
+        // Nothing but the outcome is left to tell, also of a skipped step.
+        assert_eq!(say(&mut o, verdict(0, false)), ["outcome 0 lr [0.1, 0.5] t [0, 0]"]);
+        assert_eq!(say(&mut o, verdict(1, true)), ["outcome 1 lr [0.1, 0.5] t [1, 1]"]);
+        assert_eq!(rows(&take(&mut o, 3)), " 2:2 3:3", "one is updated, one unknown");
+        assert_eq!(say(&mut o, verdict(2, false)), ["outcome 2 lr [0.2, 0.5] t [1, 1]"]);
+        assert_eq!(say(&mut o, verdict(3, true)), ["outcome 3 lr [0.2, 0.5] t [2, 2]"]);
+        assert_eq!(rows(&take(&mut o, 4)), " 3:3", "all are known");
+        let text = o.on(verdict(5, true), &mut Vec::new()).unwrap_err().to_string();
+        assert!(text.contains("step 5, Reducing"), "outcomes come in order: {text}");
+    }
+
+    #[test]
+    fn where_the_device_decides_a_rank_without_buckets_goes_on_at_once() {
+        let mut o = optimizer(0).deciding(Skip::Device);
+        say(&mut o, step(0, vec![]));
+        let words = say(&mut o, small(0));
+        assert_eq!(words, ["verdict 0 E2:20", "judged 1:30", "when 0:30", "told 0 true", "finished 1 true"]);
+        assert_eq!(say(&mut o, verdict(0, true)), ["outcome 0 lr [0.1, 0.5] t [1, 1]"]);
+    }
+
+    #[test]
+    fn the_verdict_comes_behind_the_executors_read_of_the_loss_scale() {
+        let mut o = optimizer(0);
+        let OptimizerMsg::Step(mut start) = step(0, vec![]) else { return };
+        start.scale_read = Some(event(70));
+        say(&mut o, OptimizerMsg::Step(start));
+        assert_eq!(say(&mut o, small(0))[0], "verdict 0 E2:20 E7:70");
     }
 
     #[test]

@@ -22,7 +22,7 @@ use crate::drill::Drill;
 use crate::face::Face;
 use crate::hands::{Hands, Post};
 use crate::lowering::BucketMemory;
-use crate::optimizer::{Group, LrRow};
+use crate::optimizer::{Group, LrRow, Skip};
 use crate::plan::{BucketId, ParamId, Plan};
 use crate::prehook::{Credits, FirstGather, Overlap};
 use crate::recorder::Recorder;
@@ -60,10 +60,14 @@ pub struct SessionConfig {
     pub first_gather: FirstGather,
     /// Reduce a bucket as soon as its gradients are complete, not at `step`.
     pub overlap_grad_reduce: bool,
+    /// Look for gradients of this rank that are not finite before they are reduced (SPEC T9).
+    pub check_for_nan_in_grad: bool,
     /// Averaging, clipping and policies.
     pub rule: VerdictRule,
     /// The loss scaler.
     pub scaler: ScalerRule,
+    /// Who decides that a step is skipped.
+    pub skip: Skip,
     /// The optimizer groups, by number.
     pub groups: Vec<Group>,
     /// `step` blocks while this many outcomes are unknown.
@@ -155,6 +159,8 @@ pub struct Session {
     opened: AtomicU64,
     /// Chain mode: `(version, gathers waited for)`.
     chain: Mutex<(u64, u32)>,
+    /// Behind the executor's last read of the loss scale since `step`.
+    scale_read: Mutex<Option<Event>>,
     recorder: Recorder,
     /// How it was closed.
     closed: OnceLock<Result<(), Cause>>,

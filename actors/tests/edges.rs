@@ -5,9 +5,11 @@
 mod scenario;
 
 use gatherflow_actors::plan::Storage;
-use gatherflow_actors::{Edge, FirstGather, Overlap};
+use gatherflow_actors::{Edge, FirstGather, Overlap, Skip};
 use gatherflow_kernels::DType;
 use gatherflow_kernels::check::{CheckOptions, RunAhead, Summary, Violations, check_logs};
+use gatherflow_kernels::null::LogEntry;
+use gatherflow_kernels::{Collective, CollectiveOp, Work};
 use proptest::prelude::*;
 use scenario::{Scenario, Shape};
 
@@ -34,15 +36,19 @@ fn a_plain_run_is_clean_in_every_mode_and_storage() {
             (true, FirstGather::ZeroGrad),
             (true, FirstGather::Forward),
         ] {
-            for shape in [Scenario::plain().shape, Shape::grouped()] {
-                let scenario = Scenario { shape, overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
+            let skips = [(Skip::Host, true, vec![]), (Skip::Host, false, vec![2]), (Skip::Device, true, vec![0, 2])];
+            for (shape, (skip, check_for_nan_in_grad, skipped)) in
+                [Scenario::plain().shape, Shape::grouped()].iter().flat_map(|shape| skips.clone().map(|s| (shape, s)))
+            {
+                let mode = Scenario { overlap, first_gather, overlap_grad_reduce, ..Scenario::plain() };
+                let scenario =
+                    Scenario { shape: shape.clone(), skip, skipped, check_for_nan_in_grad, reads_scale: true, ..mode };
                 let scenario = scenario.stored(storage);
                 let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}, {storage}: {v}"));
                 let plan = scenario.plan();
                 let (buckets, steps) = (plan.buckets().len(), scenario.steps as usize);
                 assert!(buckets > 3);
-                let updated = steps - scenario.skipped.len();
-                assert_eq!(summary.gathers, buckets * updated, "{overlap:?}");
+                assert_eq!(summary.gathers, buckets * scenario.gathered_versions(), "{overlap:?}, {skip:?}");
                 assert_eq!(summary.reduces, buckets * steps, "{overlap:?}");
                 let sums = plan.buckets().iter().flat_map(|b| plan.sum_groups(b.id)).filter(|group| *group > 0);
                 assert_eq!(summary.sums, sums.count() * steps, "{overlap:?}");
@@ -68,13 +74,34 @@ fn leaving_out_the_waits_of_any_edge_is_found() {
         scenario
     };
     for storage in STORAGES {
-        for edge in [Edge::E1, Edge::E2, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
-            let scenario = Scenario { dropped_edge: Some(edge), ..thorough(storage) };
-            let violations = check(&scenario).expect_err(&format!("{edge:?} is missing and nothing was found"));
-            assert!(violations.summary.races > 0, "{edge:?} must show as an unordered access: {violations}");
+        for (skip, check_for_nan_in_grad) in [(Skip::Host, false), (Skip::Host, true), (Skip::Device, true)] {
+            let thorough = Scenario { skip, check_for_nan_in_grad, ..thorough(storage) };
+            for edge in [Edge::E1, Edge::E2, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
+                // A search waits for its bucket's writes, and zeroing behind it on the same stream with it: where nobody writes,
+                // it does not.
+                let unused = if check_for_nan_in_grad && edge == Edge::E6 { 100 } else { thorough.unused };
+                let scenario = Scenario { unused, dropped_edge: Some(edge), ..thorough.clone() };
+                let violations = check(&scenario).expect_err(&format!("{edge:?} is missing and nothing was found"));
+                assert!(violations.summary.races > 0, "{edge:?} must show as an unordered access: {violations}");
+            }
+            check(&thorough).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
         }
-        check(&thorough(storage)).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
     }
+}
+
+#[test]
+fn leaving_out_e7_lets_the_verdict_move_the_scale_under_its_reader_where_the_device_decides() {
+    // Where gradients come after the read, their events order it too: here it is read after them.
+    let with = Scenario { skip: Skip::Device, reads_scale: true, ..Scenario::plain() };
+    check(&with).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
+    let violations = check(&Scenario { dropped_edge: Some(Edge::E7), ..with.clone() }).expect_err("E7 is missing");
+    assert_eq!(violations.summary.races as u64, with.steps * with.shape.ranks as u64, "one a verdict: {violations}");
+    let host = Scenario { skip: Skip::Host, dropped_edge: Some(Edge::E7), ..with.clone() };
+    let violations = check(&host).expect_err("E7 is missing");
+    assert_eq!(
+        violations.summary.races, with.shape.ranks,
+        "outcomes tell the host all scales but the first: {violations}"
+    );
 }
 
 #[test]
@@ -87,6 +114,36 @@ fn leaving_out_e8_is_found_by_its_assertion() {
         let violations = check(&without).expect_err("E8 is missing");
         assert_eq!(violations.summary.races, 0, "{overlap:?}: nothing else is wrong");
     }
+}
+
+#[test]
+fn gradients_are_searched_behind_their_writes_and_before_their_reduce_once_a_bucket_and_step() {
+    let with = Scenario { check_for_nan_in_grad: true, unused: 20, ..Scenario::plain() };
+    for log in with.run_on_null().logs {
+        let (mut searched, mut reduces) = (Vec::new(), 0);
+        for entry in log.entries.lock().iter() {
+            match entry {
+                LogEntry::Enqueue { on, work: Work::FindNonFinite(search) } => searched.push((*on, search.grad)),
+                LogEntry::Enqueue {
+                    on,
+                    work: Work::Collective(Collective { op: CollectiveOp::ReduceScatter { send, .. }, .. }),
+                } => {
+                    let before = searched.len();
+                    searched.retain(|search| *search != (*on, *send));
+                    assert_eq!(before - searched.len(), 1, "the same gradients, once, before it on the same stream");
+                    reduces += 1;
+                }
+                _ => {}
+            }
+        }
+        assert_eq!(reduces, with.steps as usize * with.plan().buckets().len());
+    }
+    // What the search reads is one more thing that E1 orders.
+    let races = |check_for_nan_in_grad| {
+        let without = Scenario { check_for_nan_in_grad, dropped_edge: Some(Edge::E1), ..with.clone() };
+        check(&without).expect_err("E1 is missing").summary.races
+    };
+    assert!(races(true) > races(false));
 }
 
 #[test]

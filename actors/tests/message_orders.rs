@@ -1,9 +1,9 @@
 //! Message orders: the machines themselves, their letters delivered in every order that FIFO mailboxes allow.
 //!
-//! For 2 ranks, 3 buckets and 2 steps of which one is skipped the orders are searched exhaustively
+//! For 2 ranks, 3 buckets and 2 steps of which one is skipped, by the host or by the device, the orders are searched exhaustively
 //! (`search/explore.rs` says what is reduced, and what is lost by that); larger models run through random ones. In
 //! every order: nobody waits for ever, no version is read before it is there (V2), every bucket has one reduce and
-//! one gather per step, and no gather in a skipped one (O1), ranks issue the same in the same order (O2), no gather
+//! one gather per step, and no gather in one that the host skips (O1), ranks issue the same in the same order (O2), no gather
 //! runs further ahead than credits reach (C1), and no machine hears what its state does not allow (V1). Faults
 //! planted between the machines are found, each by the rule that it breaks.
 #![allow(clippy::unwrap_used, clippy::expect_used, missing_docs)]
@@ -14,8 +14,8 @@ mod search;
 
 use std::time::{Duration, Instant};
 
-use gatherflow_actors::Overlap;
 use gatherflow_actors::plan::Storage;
+use gatherflow_actors::{FirstGather, Overlap, Skip};
 use scenario::Draw;
 use search::executor::Op;
 use search::explore::explore;
@@ -40,9 +40,9 @@ fn enter(units: &[usize]) -> Vec<Op> {
     units.iter().map(|unit| Op::Enter(*unit)).collect()
 }
 
-/// Forward, backward and `step`.
+/// `zero_grad`, forward, backward and `step`.
 fn train(forward: &[usize], writes: &[usize]) -> Vec<Op> {
-    [enter(forward), writes.iter().map(|p| Op::Write(*p)).collect(), vec![Op::Step]].concat()
+    [vec![Op::Zero], enter(forward), writes.iter().map(|p| Op::Write(*p)).collect(), vec![Op::Step]].concat()
 }
 
 fn setup(mode: Mode, scripts: [Vec<Op>; 2]) -> Setup {
@@ -51,6 +51,8 @@ fn setup(mode: Mode, scripts: [Vec<Op>; 2]) -> Setup {
         units: vec![vec![0], vec![1], vec![2]],
         modes: vec![mode; 2],
         storage: Storage::Views,
+        first_gather: vec![FirstGather::Step; 2],
+        skip: Skip::Host,
         overlap_grad_reduce: true,
         steps_in_flight: 2,
         steps: 2,
@@ -83,6 +85,31 @@ fn blind(mode: Mode) -> Setup {
     let first = [train(&[0, 1], &[2, 1, 0]), train(&[], &[]), enter(&[0, 1, 2])].concat();
     let second = [train(&[0, 1, 2], &[2, 1, 1, 0]), train(&[], &[]), enter(&[2])].concat();
     Setup { skipped: vec![0], ..setup(mode, [first, second]) }
+}
+
+/// Rank 0 awaits the last bucket as a future, with nobody at the ones before it, while rank 1 waits for it past the engine.
+fn awaiting(mode: Mode) -> Setup {
+    let first = [train(&[1], &[2, 1, 1, 0]), vec![Op::Ready(2), Op::Signal], train(&[0], &[0])].concat();
+    setup(mode, [first, [train(&[0, 1, 2], &[2, 1, 1, 0]), vec![Op::Await(1)], train(&[], &[])].concat()])
+}
+
+/// Rank 0 begins the gathers of a unit before it goes elsewhere.
+fn begun(mode: Mode) -> Setup {
+    let first = [train(&[1], &[2, 1, 1, 0]), vec![Op::Prefetch(1), Op::Signal], train(&[0], &[])].concat();
+    setup(mode, [first, [train(&[0, 1, 2], &[2, 1, 1, 0]), vec![Op::Await(1)], train(&[], &[0])].concat()])
+}
+
+fn on_device(setup: Setup) -> Setup {
+    Setup { skip: Skip::Device, ..setup }
+}
+
+fn from_zero_grad(setup: Setup) -> Setup {
+    Setup { first_gather: vec![FirstGather::ZeroGrad; 2], ..setup }
+}
+
+/// The ranks begin at different places.
+fn from_forward(setup: Setup) -> Setup {
+    Setup { first_gather: vec![FirstGather::Forward, FirstGather::Step], ..setup }
 }
 
 /// Searches all orders; none may break a rule. Prints how many states there are.
@@ -142,6 +169,30 @@ fn no_order_breaks_a_rule_where_ranks_have_different_modes() {
     }
 }
 
+#[test]
+fn no_order_breaks_a_rule_where_the_device_decides_skips() {
+    search_all("blind", &on_device(blind(NONE)), &[FIRST]);
+    search_all("blind", &one_in_flight(on_device(blind(ONE_CREDIT))), &[FIRST]);
+    search_all("evaluating", &on_device(evaluating(CHAIN)), &[FIRST]);
+    search_all("evaluating", &on_device(evaluating(TWO_CREDITS)), &[FIRST]);
+}
+
+#[test]
+fn no_order_breaks_a_rule_where_the_first_gathers_wait_for_their_place() {
+    search_all("sparse", &from_zero_grad(sparse(CHAIN)), &[FIRST]);
+    search_all("evaluating", &from_forward(evaluating(ONE_CREDIT)), &[FIRST, SECOND]);
+    search_all("evaluating", &on_device(from_forward(evaluating(CHAIN))), &[FIRST]);
+}
+
+#[test]
+fn no_order_breaks_a_rule_where_gathers_are_begun_or_awaited_as_futures() {
+    for mode in [NONE, CHAIN, ONE_CREDIT] {
+        search_all("awaiting", &awaiting(mode), &[FIRST]);
+    }
+    search_all("begun", &begun(CHAIN), &[FIRST]);
+    search_all("awaiting", &on_device(from_forward(awaiting(CHAIN))), &[FIRST]);
+}
+
 /// Everything with everything; some minutes.
 #[test]
 #[ignore = "takes minutes: every program in every mode and variant"]
@@ -151,8 +202,10 @@ fn no_order_of_any_program_breaks_a_rule_in_any_mode() {
         for (name, program) in
             [("sparse", sparse(mode)), ("evaluating", evaluating(mode)), ("blind", blind(mode)), eager]
         {
-            let variants = [late, threaded, one_in_flight, shared].map(|variant| variant(program.clone()));
-            for setup in std::iter::once(program).chain(variants) {
+            let device = on_device(one_in_flight(program.clone()));
+            let variants =
+                [late, threaded, one_in_flight, shared, from_forward].map(|variant| variant(program.clone()));
+            for setup in variants.into_iter().chain([device, program]) {
                 search_all(name, &setup, &[FIRST, SECOND]);
             }
         }
@@ -207,6 +260,7 @@ fn lost_words_are_found_as_deadlocks() {
         (Fault::AnnouncementLost, 0, evaluating(CHAIN)),
         (Fault::VerdictLost, 1, sparse(NONE)),
         (Fault::SkipUnheard, 0, blind(ONE_CREDIT)),
+        (Fault::AwaitedLost, 0, awaiting(CHAIN)),
     ] {
         let violation = planted(fault, on, setup);
         assert!(matches!(violation, Violation::Deadlock(_)), "{fault:?}: {violation:?}");
@@ -230,6 +284,14 @@ fn other_planted_faults_are_found_each_by_the_rule_that_it_breaks() {
     assert!(matches!(credits, Violation::CreditsExceeded(_)), "{credits:?}");
     let chain = planted(Fault::ChainRunsAhead, 0, sparse(CHAIN));
     assert!(matches!(chain, Violation::CreditsExceeded(_)), "{chain:?}");
+    let skips = planted(Fault::HostDecides, 1, on_device(blind(TWO_CREDITS)));
+    assert!(matches!(skips, Violation::OrderDiffers(_)), "{skips:?}");
+    let swapped = planted(Fault::VerdictsSwapped, 0, on_device(blind(NONE)));
+    assert!(matches!(swapped, Violation::WrongTransition(_)), "{swapped:?}");
+    let mistold = planted(Fault::VerdictMistold, 0, on_device(blind(NONE)));
+    assert!(matches!(mistold, Violation::WrongRow(_)), "{mistold:?}");
+    let shut = planted(Fault::NeverShut, 0, from_forward(sparse(ONE_CREDIT)));
+    assert!(matches!(shut, Violation::NotOpened(_)), "{shut:?}");
     let refused = planted(Fault::GatheredTwice, 0, sparse(ONE_CREDIT));
     assert!(matches!(refused, Violation::WrongTransition(_)), "{refused:?}");
 }
@@ -250,7 +312,9 @@ fn draw(seed: u64) -> Setup {
     let count = buckets.min(6);
     let units: Vec<Vec<usize>> = (0..count).map(|unit| (unit..buckets).step_by(count).collect()).collect();
     let members: Vec<usize> = (0..buckets).map(|_| 1 + draw.below(2)).collect();
-    let (leave_out, evaluate) = (draw.chance(40), draw.chance(50));
+    let (leave_out, evaluate, begun) = (draw.chance(40), draw.chance(50), draw.chance(30));
+    let first = |draw: &mut Draw| [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)];
+    let first_gather = (0..ranks).map(|_| first(&mut draw)).collect();
     let mut scripts = vec![Vec::new(); ranks];
     for step in 0..steps {
         for (rank, script) in scripts.iter_mut().enumerate() {
@@ -258,6 +322,11 @@ fn draw(seed: u64) -> Setup {
             draw.shuffle(&mut order);
             if leave_out {
                 order.truncate(draw.below(count + 1));
+            }
+            script.push(Op::Zero);
+            if begun {
+                script.push(Op::Prefetch(draw.below(count)));
+                script.push(Op::Ready(draw.below(buckets)));
             }
             script.extend(enter(&order));
             for position in order.iter().rev().flat_map(|unit| units[*unit].iter().rev()) {
@@ -281,6 +350,8 @@ fn draw(seed: u64) -> Setup {
         members: members.iter().map(|n| *n as u32).collect(),
         units,
         modes,
+        first_gather,
+        skip: [Skip::Host, Skip::Device][draw.below(2)],
         overlap_grad_reduce: draw.chance(70),
         steps_in_flight: 1 + draw.below(3) as u64,
         steps,
@@ -326,6 +397,9 @@ fn random_orders_find_planted_faults_too() {
         Fault::OneCreditMore,
         Fault::GathersSwapped,
         Fault::SkipUnheard,
+        Fault::HostDecides,
+        Fault::VerdictMistold,
+        Fault::NeverShut,
     ] {
         let planted = |seed: &u64| {
             let on = usize::from(fault != Fault::AnnouncementLost);

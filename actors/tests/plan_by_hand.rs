@@ -292,7 +292,7 @@ fn memory_of_a_mixed_model_is_what_the_formats_need() {
         ("masters of buffer 2", &[256]),
         ("exp_avg of buffer 2", &[256]),
         ("exp_avg_sq of buffer 2", &[256]),
-        ("norm partials", &[32, 64, 96, 128]),
+        ("norm partials", &[40, 80, 120, 160]),
         ("rank records", &[64, 128]),
     ];
     assert_eq!(list.len(), expected.len() + 1);
@@ -356,11 +356,11 @@ memory per rank (storage views)
   gradients of buffer 1       512
   exp_avg of buffer 1         256
   exp_avg_sq of buffer 1      256
-  norm partials                96
+  norm partials               120
   rank records                128
   scalars                      64
-  total                   854 304  854.30 kB
-storage shared: 925 344 bytes, of these 71 040 staging
+  total                   854 328  854.33 kB
+storage shared: 925 368 bytes, of these 71 040 staging
 ";
     assert_eq!(Plan::new(&input).unwrap().describe(), expected);
     input.storage = Storage::Shared;
@@ -373,11 +373,11 @@ storage shared: 925 344 bytes, of these 71 040 staging
   gradients of buffer 1       512
   exp_avg of buffer 1         256
   exp_avg_sq of buffer 1      256
-  norm partials                96
+  norm partials               120
   rank records                128
   scalars                      64
-  total                   925 344  925.34 kB
-storage views: 854 304 bytes
+  total                   925 368  925.37 kB
+storage views: 854 328 bytes
 ";
     let shared = Plan::new(&input).unwrap().describe();
     assert!(shared.ends_with(tail) && shared.contains("memory per rank (storage shared)"), "{shared}");

@@ -7,9 +7,10 @@ use gatherflow_actors::plan::{
     Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Storage, UnitId, UnitSpec,
 };
 use gatherflow_actors::{
-    Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, StartParams,
+    Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, Skip, StartParams,
     StepRequest,
 };
+use gatherflow_kernels::norm::NormType;
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
 use gatherflow_kernels::{Cause, DType, OpenOptions};
 
@@ -96,9 +97,16 @@ fn config(overlap: Overlap, credits: u32, driver: Driver) -> SessionConfig {
         credits: Credits { buckets: credits, bytes: None },
         first_gather: FirstGather::Step,
         overlap_grad_reduce: true,
-        rule: VerdictRule { average: Average::Ranks(1), max_norm: 1.0, on_nonfinite: OnNonFinite::Skip },
+        rule: VerdictRule {
+            average: Average::Ranks(1),
+            norm: NormType::default(),
+            max_norm: 1.0,
+            on_nonfinite: OnNonFinite::Skip,
+        },
         scaler: ScalerRule::None,
         groups: vec![Group::default()],
+        skip: Skip::Host,
+        check_for_nan_in_grad: false,
         steps_in_flight: 2,
         deadlines: Deadlines { start_up: limit, collective: limit, silence: limit },
         busy_warning: limit,

@@ -6,7 +6,7 @@
 mod memory;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
-use gatherflow_kernels::norm::{NormPiece, partial};
+use gatherflow_kernels::norm::{NormPiece, NormType, partial};
 use memory::{Array, noise};
 
 /// In the second-level cache, and in memory.
@@ -27,7 +27,7 @@ fn bench(criterion: &mut Criterion) {
             };
             let pieces: Vec<NormPiece> = (0..).zip(starts).map(piece).collect();
             group.bench_function(BenchmarkId::from_parameter(name), |bencher| {
-                bencher.iter(|| partial(&grad, &pieces));
+                bencher.iter(|| partial(NormType::default(), &grad, &pieces));
             });
         }
         group.finish();

@@ -19,7 +19,7 @@ use std::time::Instant;
 use gatherflow_kernels::Element;
 use gatherflow_kernels::adam::{AdamRow, AdamSlices, adam_on};
 use gatherflow_kernels::isa::Isa;
-use gatherflow_kernels::norm::{NormPiece, partial_on};
+use gatherflow_kernels::norm::{NormPiece, NormType, partial_on};
 use half::{bf16, f16};
 use memory::{Array, noise};
 
@@ -74,7 +74,7 @@ fn main() {
             table.put(format!("adam f32-f32   {name}"), 28 * numel, time, triad);
             let time = timed(wide.iter(), |[grad, _]| {
                 let pieces = [NormPiece { start: 0, end: grad.len(), param: 0, counted: true }];
-                black_box(partial_on(isa, grad, &pieces));
+                black_box(partial_on(isa, NormType::default(), grad, &pieces));
             });
             table.put(format!("norm f32       {name}"), 4 * numel, time, read);
         }

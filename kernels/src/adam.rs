@@ -12,6 +12,8 @@
 //! ([`crate::isa`]). Skipping is the caller's: this pass always writes.
 #![allow(clippy::inline_always)] // see `isa`
 
+use std::sync::Arc;
+
 use crate::dtype::Element;
 use crate::isa::{self, Body, Isa};
 
@@ -57,6 +59,34 @@ impl AdamRow {
             bias2: (1.0 - betas.1.powi(t)) as f32,
             decoupled,
         }
+    }
+}
+
+/// The rows of all groups, for each number of updated steps that a step may turn out to make. Where the host does not know the
+/// verdicts of the steps before, several are possible; the device knows how many steps were updated, and picks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdamRows {
+    first: u64,
+    groups: usize,
+    rows: Arc<[AdamRow]>,
+}
+
+impl AdamRows {
+    /// Rows of `groups` groups, one count of updated steps after the other. The first are for the step that is updated as the
+    /// `first`th one (first is 1).
+    pub fn new(first: u64, groups: usize, rows: impl IntoIterator<Item = AdamRow>) -> Self {
+        Self { first, groups, rows: rows.into_iter().collect() }
+    }
+
+    /// The number of groups.
+    pub fn groups(&self) -> usize {
+        self.groups
+    }
+
+    /// The rows, by group, of the step that is updated as the `updates`th one; `None` if that was not held possible.
+    pub fn at(&self, updates: u64) -> Option<&[AdamRow]> {
+        let begin = usize::try_from(updates.checked_sub(self.first)?).ok()?.checked_mul(self.groups)?;
+        self.rows.get(begin..begin.checked_add(self.groups)?)
     }
 }
 
@@ -272,6 +302,15 @@ mod tests {
         assert_ne!(row.bias2, 1.0 - 0.999_f32.powi(3));
         assert_eq!(row.one_minus_beta2, 0.001);
         assert_eq!(AdamRow::new(1e-3, (0.9, 0.999), 1e-8, 0.01, true, u64::MAX).bias1, 1.0);
+    }
+
+    #[test]
+    fn the_row_is_that_of_the_count_of_updated_steps_and_there_is_none_for_what_was_not_possible() {
+        let row = |t| AdamRow::new(t as f64, (0.9, 0.999), 1e-8, 0.0, true, t);
+        let rows = AdamRows::new(5, 2, [row(5), row(105), row(6), row(106)]);
+        assert_eq!(rows.at(5), Some(&[row(5), row(105)][..]));
+        assert_eq!(rows.at(6), Some(&[row(6), row(106)][..]));
+        assert_eq!((rows.at(4), rows.at(7), rows.at(u64::MAX)), (None, None, None));
     }
 
     #[test]

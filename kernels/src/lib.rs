@@ -11,7 +11,7 @@
 //! | [`collective`], [`members`] | collectives as data, who takes part, and the object-safe [`Transport`] that runs them |
 //! | [`event`] | [`Event`]: pending, done or failed, with bounded spin, then park |
 //! | [`buffer`], [`lease`] | flat allocations, byte ranges, and run-time checked host slices |
-//! | [`adam`], [`norm`], [`convert`], [`verdict`] | the arithmetic, same bits on every instruction set ([`isa`]) |
+//! | [`adam`], [`norm`], [`finite`], [`convert`], [`verdict`] | the arithmetic, same bits on every instruction set ([`isa`]) |
 //! | [`cpu`], [`local`] | the CPU device (streams are threads), and ranks as threads of one process |
 //! | [`fnv`] | the hash that ranks compare |
 //! | [`null`], [`check`] | the device that only logs, and the happens-before checker over its log |
@@ -29,6 +29,7 @@ pub mod device;
 pub mod dtype;
 pub mod error;
 pub mod event;
+pub mod finite;
 pub mod fnv;
 pub mod isa;
 pub mod lease;

@@ -18,7 +18,7 @@ use crate::buffer::{BufRange, Buffer};
 use crate::collective::{Collective, IssueRight};
 use crate::device::{Access, AccessMode, Device, Mark, Span, StreamId, StreamKind};
 use crate::error::{Cause, DeviceError, LeaseError};
-use crate::event::{Event, EventStatus, Notify};
+use crate::event::{Completer, Event, EventStatus, Notify};
 use crate::lease::{Arena, Lease};
 use crate::verdict::StepReport;
 use crate::work::Work;
@@ -46,6 +46,47 @@ pub fn updated_report() -> StepReport {
         nonfinite_is_error: false,
         no_weight: false,
         stop: false,
+    }
+}
+
+/// Holds verdicts back, for tests: the event behind a step's verdict is pending until the step is let through. All other work
+/// completes at once all the same.
+#[derive(Clone, Debug, Default)]
+pub struct Gate(Arc<Mutex<Held>>);
+
+#[derive(Debug, Default)]
+struct Held {
+    through: u64,
+    verdicts: Vec<(u64, Completer)>,
+}
+
+impl Gate {
+    /// Lets the verdicts of the first `steps` steps be known.
+    pub fn let_through(&self, steps: u64) {
+        let ended: Vec<Completer> = {
+            let mut held = self.0.lock();
+            held.through = held.through.max(steps);
+            held.verdicts.extract_if(.., |(step, _)| *step < steps).map(|(_, completer)| completer).collect()
+        };
+        // Whoever is notified may look at the gate.
+        ended.iter().for_each(Completer::complete);
+    }
+
+    fn hold(&self, step: u64, event: u64) -> Event {
+        let mut held = self.0.lock();
+        if step < held.through {
+            return Event::done(event);
+        }
+        let (event, completer) = Event::pending(event);
+        held.verdicts.push((step, completer));
+        event
+    }
+
+    fn fail(&self, cause: &Cause) {
+        let held = std::mem::take(&mut self.0.lock().verdicts);
+        for (_, completer) in held {
+            completer.fail(cause);
+        }
     }
 }
 
@@ -121,6 +162,9 @@ pub struct NullDevice {
     log: Option<Arc<NullLog>>,
     last_event: AtomicU64,
     poison: OnceLock<Cause>,
+    gate: Option<Gate>,
+    /// Behind the gate: the verdict enqueued last, until its event is recorded.
+    judged: Mutex<Option<(StreamId, u64)>>,
 }
 
 /// The streams, by id.
@@ -130,12 +174,25 @@ impl NullDevice {
     /// Opens it. `script` gives each step's verdict (default: [`updated_report`]). Without `keep_log` only the cost of
     /// the calls remains, and all events are called 0.
     pub fn open(rank: usize, world: usize, script: Option<Script>, keep_log: bool) -> Arc<dyn Device> {
+        Self::open_gated(rank, world, script, keep_log, None)
+    }
+
+    /// The same, with verdicts that a gate holds back.
+    pub fn open_gated(
+        rank: usize,
+        world: usize,
+        script: Option<Script>,
+        keep_log: bool,
+        gate: Option<Gate>,
+    ) -> Arc<dyn Device> {
         Arc::new(Self {
             memory: Arena::default(),
             script,
             log: keep_log.then(|| Arc::new(NullLog { rank, world, entries: Mutex::default() })),
             last_event: AtomicU64::new(0),
             poison: OnceLock::new(),
+            gate,
+            judged: Mutex::default(),
         })
     }
 
@@ -186,7 +243,10 @@ impl Device for NullDevice {
             Work::Collective(_) => return Err(DeviceError::CollectiveOutsideComm),
             Work::Verdict(verdict) => {
                 let report = self.script.as_ref().map_or_else(updated_report, |script| script.0(verdict.step));
-                verdict.report.put(report);
+                verdict.report.put(verdict.step, report);
+                if self.gate.is_some() {
+                    *self.judged.lock() = Some((on, verdict.step));
+                }
             }
             _ => {}
         }
@@ -209,9 +269,13 @@ impl Device for NullDevice {
                 event
             }
         };
-        match self.poison.get() {
-            None => Event::done(id),
-            Some(cause) => {
+        match (self.poison.get(), &self.gate) {
+            (None, None) => Event::done(id),
+            (None, Some(gate)) => match self.judged.lock().take_if(|(stream, _)| *stream == on) {
+                Some((_, step)) => gate.hold(step, id),
+                None => Event::done(id),
+            },
+            (Some(cause), _) => {
                 let (event, completer) = Event::pending(id);
                 completer.fail(cause);
                 event
@@ -247,6 +311,9 @@ impl Device for NullDevice {
     fn poison(&self, cause: Cause) {
         // The first cause wins: a second call changes nothing, by intent.
         let _ = self.poison.set(cause);
+        if let (Some(gate), Some(first)) = (&self.gate, self.poison.get()) {
+            gate.fail(first);
+        }
     }
 
     fn failed(&self) -> Option<Cause> {

@@ -8,7 +8,7 @@ use crate::cpu::{BeforeWork, CpuDevice};
 use crate::device::Device;
 use crate::error::DeviceError;
 use crate::local::LocalWorld;
-use crate::null::{NullDevice, Script};
+use crate::null::{Gate, NullDevice, Script};
 
 /// Where this rank stands among the others.
 #[derive(Clone, Debug)]
@@ -30,6 +30,9 @@ pub struct OpenOptions {
     pub wait_limit: Duration,
     /// Null device: the verdict of each step (default: every step is updated).
     pub script: Option<Script>,
+    /// Null device, for tests: what holds verdicts back.
+    #[doc(hidden)]
+    pub gate: Option<Gate>,
     /// Null device: keep the log (default). Without it only the cost of the calls remains, for benchmarks.
     pub keep_log: bool,
     /// Says of the transport that issuing may block, so that collectives go through the issuing thread.
@@ -46,6 +49,7 @@ impl Default for OpenOptions {
             transport: "local".into(),
             wait_limit: Duration::from_mins(20),
             script: None,
+            gate: None,
             keep_log: true,
             issue_on_thread: false,
             before_work: None,
@@ -75,7 +79,10 @@ pub fn open(options: &OpenOptions, place: &Place) -> Result<Opened, DeviceError>
             let transport = Arc::new(place.world.transport(place.rank)?);
             CpuDevice::open(transport, options.wait_limit, options.before_work.clone())
         }
-        "null" => NullDevice::open(place.rank, place.world.ranks(), options.script.clone(), options.keep_log),
+        "null" => {
+            let (ranks, script) = (place.world.ranks(), options.script.clone());
+            NullDevice::open_gated(place.rank, ranks, script, options.keep_log, options.gate.clone())
+        }
         other => return Err(DeviceError::Unknown { what: "device", name: other.into(), known: "cpu, null" }),
     };
     let comm = Comm::new(device.clone(), options.issue_on_thread, place.rank, place.world.ranks());

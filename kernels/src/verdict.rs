@@ -23,6 +23,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use crate::norm::NormType;
+
 /// What only the host of a rank knows when it calls `step`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HostVerdict {
@@ -48,20 +50,26 @@ pub enum Spoiled {
         /// The parameter's number in the plan.
         param: u32,
     },
+    /// This rank's own gradient of the parameter was not finite before it was reduced, and that was looked for (SPEC T9). No
+    /// host knows it: the device finds it.
+    NonFinite {
+        /// The parameter's number in the plan.
+        param: u32,
+    },
 }
 
 /// What one rank sends in the small all-gather: [`RankRecord::BYTES`] bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct RankRecord {
-    /// Sum of squares of the reduced gradients as they came off the wire: neither averaged nor unscaled nor clipped.
-    pub sum_squares: f64,
+    /// Sum of powers of the reduced gradients as they came off the wire: neither averaged nor unscaled nor clipped.
+    pub sum_powers: f64,
     /// Largest absolute value, for the inf norm.
     pub max_abs: f64,
     /// Number of zero elements.
     pub zeros: u64,
     /// First parameter with a non-finite gradient.
     pub nonfinite: Option<u32>,
-    /// The host's part.
+    /// The host's part, and what the device found that spoils the step.
     pub host: HostVerdict,
 }
 
@@ -90,6 +98,8 @@ pub enum OnNonFinite {
 pub struct VerdictRule {
     /// How gradients are averaged.
     pub average: Average,
+    /// Which norm of the gradients is taken, clipped by and told.
+    pub norm: NormType,
     /// Largest gradient norm; 0 turns clipping off.
     pub max_norm: f64,
     /// What to do about non-finite gradients.
@@ -137,6 +147,8 @@ pub struct Scalars {
     pub growth_counter: u32,
     /// Bad steps left before back-off.
     pub hysteresis: i32,
+    /// How many steps were updated, the one judged last included: it picks among [`crate::adam::AdamRows`].
+    pub updates: u64,
 }
 
 /// What the host is told of a step.
@@ -165,23 +177,26 @@ pub struct StepReport {
     pub stop: bool,
 }
 
-/// The slot in which a device leaves the [`StepReport`] before it ends the event behind the verdict.
+/// The slots in which a device leaves each [`StepReport`] before it ends the event behind that step's verdict. There are as many
+/// as verdicts that nobody has looked at.
 #[derive(Clone, Debug, Default)]
-pub struct Report(Arc<Mutex<Option<StepReport>>>);
+pub struct Report(Arc<Mutex<Vec<(u64, StepReport)>>>);
 
 impl Report {
-    /// An empty slot.
+    /// No report yet.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Leaves the report.
-    pub fn put(&self, report: StepReport) {
-        *self.0.lock() = Some(report);
+    /// Leaves the report of a step.
+    pub fn put(&self, step: u64, report: StepReport) {
+        self.0.lock().push((step, report));
     }
 
-    /// The report, once the device has left it.
-    pub fn get(&self) -> Option<StepReport> {
-        self.0.lock().clone()
+    /// Takes the report of a step, once the device has left it.
+    pub fn take(&self, step: u64) -> Option<StepReport> {
+        let mut reports = self.0.lock();
+        let at = reports.iter().position(|(number, _)| *number == step)?;
+        Some(reports.swap_remove(at).1)
     }
 }

@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 
-use crate::adam::AdamRow;
+use crate::adam::AdamRows;
 use crate::buffer::BufRange;
 use crate::collective::{Collective, CollectiveOp};
 use crate::device::{Access, AccessMode};
 use crate::dtype::DType;
-use crate::norm::NormPiece;
+use crate::norm::{NormPiece, NormType};
 use crate::verdict::{HostVerdict, Report, ScalerRule, VerdictRule};
 
 /// Something a stream can do.
@@ -23,6 +23,8 @@ pub enum Work {
     Copy(Copy),
     /// Convert between element types.
     Cast(Cast),
+    /// Search of one bucket's own gradients for non-finite elements, before they are reduced.
+    FindNonFinite(FindNonFinite),
     /// Partial gradient norm, zero count and non-finite search over one shard.
     NormPartials(NormPartials),
     /// This rank's partials to its record for the small all-gather.
@@ -68,16 +70,31 @@ pub struct Cast {
     pub to: DType,
 }
 
+/// One read over a bucket's gradients of this rank: see [`crate::finite`].
+#[derive(Clone, Debug)]
+pub struct FindNonFinite {
+    /// Read: the gradients of the whole bucket.
+    pub grad: BufRange,
+    /// Their element type.
+    pub dtype: DType,
+    /// The parameters in it, ascending; counted or not.
+    pub pieces: Arc<[NormPiece]>,
+    /// Written: the end of the bucket's [`crate::norm::Partial`] ([`crate::norm::Partial::LOCAL_BYTES`] bytes).
+    pub out: BufRange,
+}
+
 /// One read over a reduced shard (f32): see [`crate::norm`].
 #[derive(Clone, Debug)]
 pub struct NormPartials {
     /// Read: the reduced shard, f32.
     pub grad: BufRange,
+    /// Which norm.
+    pub norm: NormType,
     /// The owned pieces of parameters in it, ascending.
     pub pieces: Arc<[NormPiece]>,
     /// Every gradient counts as multiplied by this: what [`Adam::ratio`] is.
     pub ratio: f64,
-    /// Written: one [`crate::norm::Partial`] ([`crate::norm::Partial::BYTES`] bytes).
+    /// Written: the beginning of the bucket's [`crate::norm::Partial`] ([`crate::norm::Partial::SHARD_BYTES`] bytes).
     pub out: BufRange,
 }
 
@@ -130,8 +147,8 @@ pub struct Adam {
     pub ratio: f64,
     /// Which elements belong to which optimizer group, ascending; elements in no segment are padding.
     pub segments: Arc<[AdamSegment]>,
-    /// One row of scalars per optimizer group.
-    pub rows: Arc<[AdamRow]>,
+    /// One row of scalars per optimizer group, for each number of updated steps that is still possible.
+    pub rows: AdamRows,
 }
 
 /// A run of elements of one optimizer group.
@@ -152,6 +169,7 @@ impl Work {
             Self::Fill(_) => "fill",
             Self::Copy(_) => "copy",
             Self::Cast(_) => "cast",
+            Self::FindNonFinite(_) => "non-finite search",
             Self::NormPartials(_) => "norm partials",
             Self::Fold(_) => "fold",
             Self::Verdict(_) => "verdict",
@@ -168,6 +186,7 @@ impl Work {
             Self::Fill(_) => {}
             Self::Copy(w) => read(w.src),
             Self::Cast(w) => read(w.src),
+            Self::FindNonFinite(w) => read(w.grad),
             Self::NormPartials(w) => read(w.grad),
             Self::Fold(w) => read(w.partials),
             Self::Verdict(w) => read(w.records),
@@ -186,6 +205,7 @@ impl Work {
             Self::Fill(w) => write(w.dst),
             Self::Copy(w) => write(w.dst),
             Self::Cast(w) => write(w.dst),
+            Self::FindNonFinite(w) => write(w.out),
             Self::NormPartials(w) => write(w.out),
             Self::Fold(w) => write(w.out),
             Self::Verdict(w) => write(w.scalars),

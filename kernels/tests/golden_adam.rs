@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use gatherflow_kernels::Element;
 use gatherflow_kernels::adam::{AdamRow, AdamSlices, adam};
 use gatherflow_kernels::convert::cast;
-use gatherflow_kernels::norm::{NormPiece, partial};
+use gatherflow_kernels::norm::{NormPiece, NormType, partial};
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, Scalars, ScalerRule, VerdictRule, fold, judge};
 use half::{bf16, f16};
 use safetensors::SafeTensors;
@@ -113,8 +113,12 @@ fn follows_torch<T: Golden>(file: &File<'_>, entry: &Value, case: &Value) {
         1.0 => ScalerRule::None,
         scale => ScalerRule::Constant { scale: scale as f32 },
     };
-    let rule =
-        VerdictRule { average: Average::Ranks(1), max_norm: number(case, "clip"), on_nonfinite: OnNonFinite::Error };
+    let rule = VerdictRule {
+        average: Average::Ranks(1),
+        norm: NormType::P(2.0),
+        max_norm: number(case, "clip"),
+        on_nonfinite: OnNonFinite::Error,
+    };
     let mut scalars = Scalars::initial(&scaler);
     let mut master = file.f32s("init.master");
     let mut model = file.halves::<T>("init.model");
@@ -128,6 +132,7 @@ fn follows_torch<T: Golden>(file: &File<'_>, entry: &Value, case: &Value) {
         // Two shards, their border within a parameter: what torch has as one tensor, ranks and buckets have in parts.
         let border = reduced.len() / 2;
         let (first, second) = halves_of(&file.pieces(), border);
+        let partial = |shard: &[f32], pieces: &[NormPiece]| partial(rule.norm, shard, pieces);
         let partials = [partial(&reduced[..border], &first), partial(&reduced[border..], &second)];
         let report = judge(&[fold(partials, HostVerdict::default())], &rule, &scaler, &mut scalars);
         assert!(report.updated && !scalars.skip, "{name} step {step}");

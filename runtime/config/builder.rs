@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use super::{Config, Credits, Layout, ScalerKind, Unused};
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams, Storage};
+use crate::actors::{Average, DType, FirstGather, Link, NormType, OnNonFinite, Overlap, Skip, StartParams, Storage};
 
 macro_rules! setters {
     ($($(#[$doc:meta])* $key:literal: $name:ident($($arg:ident: $ty:ty),+) $set:expr;)+) => {
@@ -43,6 +43,8 @@ setters! {
     "gather_group_bytes": gather_group_bytes(bytes: usize) |c, v| c.gather_group_bytes = v;
     /// `overlap_grad_reduce`: reduce buckets during backward (default true).
     "overlap_grad_reduce": overlap_grad_reduce(on: bool) |c, v| c.overlap_grad_reduce = v;
+    /// `skip`: who decides that a step is skipped (default the host).
+    "skip": skip(who: Skip) |c, v| c.skip = v;
     /// `grad_dtype` of parameters that do not set their own (default f32): what guards write and what is sent. Sums are f32.
     "grad_dtype": grad_dtype(dtype: DType) |c, v| c.grad_dtype = v;
     /// `bucket_size`, in elements. Not together with `num_buckets`.
@@ -67,10 +69,14 @@ setters! {
     "adam_w": adam_w(on: bool) |c, v| c.adam_w = v;
     /// `max_norm` of the gradients (default 1.0; 0 turns clipping off).
     "max_norm": max_norm(norm: f64) |c, v| c.max_norm = v;
+    /// `norm_type`: which norm of the gradients is told and clipped by (default the 2-norm).
+    "norm_type": norm_type(norm: NormType) |c, v| c.norm_type = v;
     /// `average = "weight"`: divide by the sum of the ranks' weights, see [`Engine::set_weight`](crate::Engine::set_weight).
     "average": average_by_weight(on: bool) |c, v| c.average = if v { Average::Weight } else { Average::Ranks(1) };
     /// `on_nonfinite`: skip the step (default), or skip it and return an error.
     "on_nonfinite": on_nonfinite(policy: OnNonFinite) |c, v| c.on_nonfinite = v;
+    /// `check_for_nan_in_grad`: look at gradients before they are reduced too, and name whose was not finite (default false).
+    "check_for_nan_in_grad": check_for_nan_in_grad(on: bool) |c, v| c.check_for_nan_in_grad = v;
     /// `unused`: a parameter without gradient counts as zero (default), or is an error.
     "unused": unused(policy: Unused) |c, v| c.unused = v;
     /// `scaler.kind`: which loss scaler (default none).

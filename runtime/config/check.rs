@@ -5,7 +5,7 @@ use toml::Value;
 use super::keys::KEYS;
 use super::parse::bad_value;
 use super::{Config, ConfigError, Credits, Layout, ScalerKind};
-use crate::actors::{Alignment, Bucketing, Deadlines, Overlap, ScalerRule};
+use crate::actors::{Alignment, Bucketing, Deadlines, NormType, Overlap, ScalerRule};
 
 impl Config {
     /// Checks what can be checked without a model: ranges, keys that exclude each other, keys that the chosen device or
@@ -44,12 +44,16 @@ impl Config {
         ));
         let null = self.device == "null";
         let emulate = null.then_some(("device", "device = \"null\" moves no bytes", &["emulate"][..]));
-        let max_norm = null.then_some(("device", "device = \"null\" computes no norm", &["max_norm"][..]));
-        let gradient = null.then_some(("device", "device = \"null\" sees no gradient", &["on_nonfinite"][..]));
+        let max_norm = null.then_some(("device", "device = \"null\" computes no norm", &["max_norm", "norm_type"][..]));
+        let gradient = null.then_some((
+            "device",
+            "device = \"null\" sees no gradient",
+            &["on_nonfinite", "check_for_nan_in_grad"][..],
+        ));
         let scaled = (self.scaler != ScalerKind::None).then_some((
             "scaler.kind",
-            "with a loss scaler a non-finite gradient always skips",
-            &["on_nonfinite"][..],
+            "with a loss scaler inf is normal: a non-finite gradient always skips",
+            &["on_nonfinite", "check_for_nan_in_grad"][..],
         ));
         let layout = (self.layout == Layout::Reference).then_some((
             "layout",
@@ -120,6 +124,10 @@ impl Config {
                 "eps" => Value::Float(self.eps),
                 "weight_decay" => Value::Float(self.weight_decay),
                 "max_norm" => Value::Float(self.max_norm),
+                "norm_type" => match self.norm_type {
+                    NormType::P(p) => Value::Float(p),
+                    _ => continue,
+                },
                 "scaler.scale" => Value::Float(self.scale),
                 "scaler.initial" => Value::Float(self.initial),
                 "scaler.min" => Value::Float(self.min),

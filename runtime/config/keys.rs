@@ -8,7 +8,7 @@ use std::time::Duration;
 use toml::Value;
 
 use super::{Config, Credits, Layout, ScalerKind, Unused};
-use crate::actors::{Average, DType, FirstGather, Link, OnNonFinite, Overlap, StartParams, Storage};
+use crate::actors::{Average, DType, FirstGather, Link, NormType, OnNonFinite, Overlap, Skip, StartParams, Storage};
 
 /// One configuration key.
 #[derive(Clone, Copy, Debug)]
@@ -134,6 +134,21 @@ pub const KEYS: &[Key] = &[
         set: |c, v| put(&mut c.overlap_grad_reduce, v.as_bool()),
     },
     Key {
+        name: "skip",
+        values: "\"host\" or \"device\"",
+        default: "\"host\"",
+        help: "who decides that a step is skipped: the host, before it lets gathers go (a skipped step has none), or the device, \
+               so that the host waits for no verdict (gathers of a skipped step move unchanged bytes); same bits",
+        set: |c, v| {
+            c.skip = match v.as_str()? {
+                "host" => Skip::Host,
+                "device" => Skip::Device,
+                _ => return None,
+            };
+            Some(())
+        },
+    },
+    Key {
         name: "grad_dtype",
         values: "\"f32\", \"bf16\" or \"f16\"",
         default: "\"f32\"",
@@ -239,6 +254,21 @@ pub const KEYS: &[Key] = &[
         set: |c, v| put(&mut c.max_norm, number(v, 0.0..f64::INFINITY)),
     },
     Key {
+        name: "norm_type",
+        values: "a power from 0.1 to 7, or \"inf\"",
+        default: "2",
+        help: "which norm of the gradients is told and clipped by: the root of the sum of powers, or the largest absolute value; \
+               1, 2 and inf cost one fast read, others much more arithmetic; not on the null device",
+        set: |c, v| {
+            c.norm_type = match v {
+                Value::String(s) if s == "inf" => NormType::Inf,
+                Value::Float(p) if *p == f64::INFINITY => NormType::Inf,
+                _ => NormType::P(power(v)?),
+            };
+            Some(())
+        },
+    },
+    Key {
         name: "average",
         values: "\"ranks\" or \"weight\"",
         default: "\"ranks\"",
@@ -265,6 +295,15 @@ pub const KEYS: &[Key] = &[
             };
             Some(())
         },
+    },
+    Key {
+        name: "check_for_nan_in_grad",
+        values: "true or false",
+        default: "false",
+        help: "look at each rank's own gradients before they are reduced, and skip the step with an error that names rank, bucket \
+               and parameter of one with inf or nan; costs one more read of all gradients; without a scaler only, not on the \
+               null device",
+        set: |c, v| put(&mut c.check_for_nan_in_grad, v.as_bool()),
     },
     Key {
         name: "unused",
@@ -421,6 +460,11 @@ fn number(value: &Value, range: std::ops::Range<f64>) -> Option<f64> {
         _ => return None,
     };
     range.contains(&number).then_some(number)
+}
+
+/// A power whose sums over f32 gradients fit f64.
+fn power(value: &Value) -> Option<f64> {
+    number(value, 0.0..f64::INFINITY).filter(|p| NormType::POWERS.contains(p))
 }
 
 /// A loss scale: it is an f32 on the device.

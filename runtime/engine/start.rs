@@ -191,10 +191,13 @@ fn session_config(model: &Model, config: &Config, d: usize) -> actors::SessionCo
         overlap_grad_reduce: config.overlap_grad_reduce,
         rule: actors::VerdictRule {
             average: if config.average == Average::Weight { Average::Weight } else { Average::Ranks(d) },
+            norm: config.norm_type,
             max_norm: config.max_norm,
             on_nonfinite: config.on_nonfinite,
         },
         scaler: config.scaler_rule(),
+        skip: config.skip,
+        check_for_nan_in_grad: config.check_for_nan_in_grad,
         groups: model.groups.iter().map(group).collect(),
         steps_in_flight: config.steps_in_flight,
         deadlines: config.deadline_rule(),

@@ -1,19 +1,19 @@
 //! A plain serial Adam over the gradients of all ranks, written from the formulas of SPEC.md and for clarity alone: one
-//! thread, whole parameters, no shards, no actors. It takes two things from the runtime: the plan, since the norm is summed in plan
-//! order, and the summation tree of one contiguous run (`norm::partial`), which the kernels' own tests pin down.
+//! thread, whole parameters, no shards, no actors. It takes one thing from the runtime: the plan, since the norm is summed in plan
+//! order.
 //!
 //! Ranks that hold the same parameters share a [`View`]: all of them, unless there are experts or model-parallel ranks.
 //!
-//! Summation order: a reduction adds the gradients of a group's ranks in rank order in f32 (rule S1), and then the groups'. The norm adds, in f64, the pieces
-//! of each bucket by offset, a rank's buckets in plan order, and the ranks in rank order.
+//! Summation order: a reduction adds the gradients of a group's ranks in rank order in f32 (rule S1), and then the groups'. The
+//! norm adds, in f64, the pieces of each bucket by offset, a rank's buckets in plan order, and the ranks in rank order. A piece is
+//! summed by blocks of 4096 elements, each in 16 lanes that are added in pairs.
 #![allow(dead_code, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
 #![allow(clippy::missing_panics_doc)]
 
 use std::sync::Arc;
 
-use gatherflow::{Across, DType, ParamId, Plan};
+use gatherflow::{Across, BucketId, DType, NormType, ParamId, Plan};
 use gatherflow_actors::plan::ShardGroupPlan;
-use gatherflow_kernels::norm::{NormPiece, partial};
 use half::{bf16, f16};
 
 /// Rounds an f32 to an element type and back.
@@ -113,6 +113,7 @@ pub struct Serial {
     plan: Plan,
     pub views: Vec<View>,
     groups: Vec<Hyper>,
+    norm: NormType,
     max_norm: f64,
     scaler: Option<Scaler>,
     /// Updated steps.
@@ -130,7 +131,13 @@ impl Serial {
     ) -> Self {
         let firsts = (0..plan.ranks()).filter(|rank| first_alike(&plan, *rank) == *rank);
         let views = firsts.map(|rank| View { rank, weights: weights(rank) }).collect();
-        Self { plan, views, groups, max_norm, scaler, t: 0 }
+        Self { plan, views, groups, norm: NormType::default(), max_norm, scaler, t: 0 }
+    }
+
+    /// The same with another norm.
+    #[must_use]
+    pub fn by_norm(self, norm: NormType) -> Self {
+        Self { norm, ..self }
     }
 
     pub fn loss_scale(&self) -> f32 {
@@ -164,8 +171,8 @@ impl Serial {
         }
         let d = self.plan.ranks() / self.plan.model_parallel();
         let (average, unscale) = (1.0 / d as f64, 1.0 / f64::from(loss_scale));
-        let (sum_of_squares, zeros) = squares_and_zeros(&self.plan, &reduced);
-        let norm = sum_of_squares.sqrt() * average * unscale;
+        let (norm, zeros) = norm_and_zeros(self.norm, &self.plan, &reduced);
+        let norm = norm * average * unscale;
         let clip = if self.max_norm > 0.0 { (self.max_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
         let factor = average * unscale * clip;
         self.t += 1;
@@ -228,31 +235,87 @@ fn counts(plan: &Plan, rank: usize, param: ParamId) -> bool {
     (is_experts(group) || at < group.ranks) && (param.tensor_parallel || part == 0)
 }
 
-fn squares_and_zeros(plan: &Plan, reduced: &[Vec<Vec<f32>>]) -> (f64, u64) {
-    let (mut job, mut zeros) = (0.0, 0);
+/// Of the summed gradients, which are all finite.
+fn norm_and_zeros(norm: NormType, plan: &Plan, reduced: &[Vec<Vec<f32>>]) -> (f64, u64) {
+    let sum = |term: fn(f64, f64) -> f64, p: f64, power: fn(f64, f64) -> f64| sums(plan, reduced, term, p, power);
+    match norm {
+        NormType::P(1.0) => sum(|g, _| g.abs(), 1.0, |ratio, _| ratio),
+        NormType::P(2.0) => {
+            let (squares, zeros) = sum(|g, _| g * g, 2.0, |ratio, _| ratio * ratio);
+            (squares.sqrt(), zeros)
+        }
+        NormType::P(p) => {
+            let (powers, zeros) = sum(|g, p| libm::pow(g.abs(), p), p, libm::pow);
+            (libm::pow(powers, 1.0 / p), zeros)
+        }
+        _ => {
+            let (mut largest, mut zeros) = (0.0_f64, 0);
+            for_each_piece(plan, reduced, &mut |_, bucket, piece| {
+                let max = piece.iter().fold(0.0_f64, |max, g| f64::from(g.abs()).max(max));
+                largest = largest.max(max * ratio(plan, plan.bucket(bucket).params[0]));
+                zeros += count_zeros(piece);
+            });
+            (largest, zeros)
+        }
+    }
+}
+
+fn count_zeros(piece: &[f32]) -> u64 {
+    piece.iter().filter(|g| **g == 0.0).count() as u64
+}
+
+/// The sum of a term of every counted element, each bucket's times a power of its ratio; and the zeros.
+fn sums(
+    plan: &Plan,
+    reduced: &[Vec<Vec<f32>>],
+    term: fn(f64, f64) -> f64,
+    p: f64,
+    power: fn(f64, f64) -> f64,
+) -> (f64, u64) {
+    // By rank, then bucket.
+    let mut of_bucket = vec![vec![0.0; plan.buckets().len()]; plan.ranks()];
+    let mut zeros = 0;
+    for_each_piece(plan, reduced, &mut |rank, bucket, piece| {
+        of_bucket[rank][bucket.index()] += sum_of_piece(piece, &|g| term(g, p));
+        zeros += count_zeros(piece);
+    });
+    let scaled = |bucket: &BucketId, sum: f64| sum * power(ratio(plan, plan.bucket(*bucket).params[0]), p);
+    let of_rank = |sums: &Vec<f64>| plan.buckets().iter().fold(0.0, |own, b| own + scaled(&b.id, sums[b.id.index()]));
+    (of_bucket.iter().fold(0.0, |job, sums| job + of_rank(sums)), zeros)
+}
+
+/// Calls back with every piece that the norm counts: ranks in order, a rank's buckets in plan order, pieces by offset.
+fn for_each_piece(plan: &Plan, reduced: &[Vec<Vec<f32>>], call: &mut dyn FnMut(usize, BucketId, &[f32])) {
     for (rank, reduced) in reduced.iter().enumerate() {
-        let mut own = 0.0;
         for bucket in plan.buckets() {
             let d = plan.shard_groups()[plan.buffer(bucket.buffer).shard_group].ranks;
             let (shard, slot) = (bucket.range.len() / d, place(plan, rank).1 % d);
             let (start, end) = (bucket.range.start + slot * shard, bucket.range.start + (slot + 1) * shard);
-            let mut of_bucket = 0.0;
             for param in bucket.params.iter().filter(|param| counts(plan, rank, **param)) {
                 let at = plan.param(*param).home.range();
                 let (from, to) = (at.start.max(start), at.end.min(end));
                 if from < to {
                     let piece = &reduced[param.index()][from - at.start..to - at.start];
-                    let whole = NormPiece { start: 0, end: piece.len(), param: 0, counted: true };
-                    of_bucket += partial(piece, &[whole]).sum_squares;
-                    zeros += piece.iter().filter(|g| **g == 0.0).count() as u64;
+                    call(rank, bucket.id, piece);
                 }
             }
-            let ratio = ratio(plan, bucket.params[0]);
-            own += of_bucket * (ratio * ratio);
         }
-        job += own;
     }
-    (job, zeros)
+}
+
+fn sum_of_piece(piece: &[f32], term: &impl Fn(f64) -> f64) -> f64 {
+    let mut sum = 0.0;
+    for block in piece.chunks(4096) {
+        let mut lanes: Vec<f64> = (0..16)
+            .map(|lane| block.iter().skip(lane).step_by(16).fold(0.0, |sum, g| sum + term(f64::from(*g))))
+            .collect();
+        while lanes.len() > 1 {
+            let upper = lanes.split_off(lanes.len() / 2);
+            lanes.iter_mut().zip(upper).for_each(|(low, high)| *low += high);
+        }
+        sum += lanes[0];
+    }
+    sum
 }
 
 /// SPEC T1: every operation is one f32 rounding, in the order written there; scalars are formed in f64.

@@ -84,3 +84,9 @@ pub fn microbatch(engine: &Engine, small: &Small, last: bool, value: f32) {
 pub fn bits(engine: &Engine) -> u64 {
     engine.params_hash().unwrap()
 }
+
+/// The number of the bucket of a parameter.
+pub fn bucket_of(engine: &Engine, parameter: Option<&str>) -> Option<u32> {
+    let info = engine.params().iter().find(|info| Some(info.name.as_str()) == parameter)?;
+    engine.plan().bucket_of(info.id).map(|bucket| bucket.0)
+}

@@ -23,8 +23,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use gatherflow::{
-    Across, Config, Credits, DType, FirstGather, Internals, Layout, Link, Overlap, ParamId, ParamInfo, Plan,
-    ScalerKind, Storage,
+    Across, Config, Credits, DType, FirstGather, Internals, Layout, Link, NormType, Overlap, ParamId, ParamInfo, Plan,
+    ScalerKind, Skip, Storage,
 };
 
 pub use net::Net;
@@ -54,6 +54,8 @@ pub struct Job<'a> {
     pub scaler: Option<Scaler>,
     pub adam_w: bool,
     pub layout: Layout,
+    pub norm: NormType,
+    pub max_norm: f64,
     /// Of the parameters that have none of their own.
     pub grad_dtype: DType,
     pub bucket_size: usize,
@@ -75,10 +77,13 @@ pub struct Setting {
     /// 0: every bucket by itself.
     pub gather_group_bytes: usize,
     pub overlap_grad_reduce: bool,
+    pub skip: Skip,
     pub issue_on_thread: bool,
     pub steps_in_flight: u32,
     /// Gradients of a unit are written by two threads at once.
     pub two_writers: bool,
+    /// How late each verdict is on the device.
+    pub verdict_delay: Duration,
     /// How long forward stays in each unit.
     pub pause: Duration,
     pub link: Option<Link>,
@@ -94,9 +99,11 @@ impl Setting {
             first_gather: FirstGather::Step,
             gather_group_bytes: 0,
             overlap_grad_reduce: true,
+            skip: Skip::Host,
             issue_on_thread: false,
             steps_in_flight: 2,
             two_writers: false,
+            verdict_delay: Duration::ZERO,
             pause: Duration::ZERO,
             link: None,
         }
@@ -104,6 +111,11 @@ impl Setting {
 
     pub fn window(credits: Credits) -> Self {
         Self { credits, ..Self::of(Overlap::Window) }
+    }
+
+    /// The steps of a job whose buckets are gathered: where the device decides, skipped ones too.
+    pub fn gathered_steps(&self, updated: u64, steps: u64) -> u64 {
+        if self.skip == Skip::Host { updated } else { steps }
     }
 
     /// None, chain, and window with little, some and unlimited credit.
@@ -144,13 +156,13 @@ impl<'a> Job<'a> {
             scaler: None,
             adam_w: true,
             layout: Layout::Standard,
+            norm: NormType::default(),
+            max_norm: 2.0,
             grad_dtype: DType::F32,
             bucket_size: 128,
             lr: 0.02,
         }
     }
-
-    pub const MAX_NORM: f64 = 2.0;
 
     fn overflows_at(&self, step: u64, rank: usize) -> bool {
         (self.overflow)(step, rank) || self.overflows.contains(&(step, rank))
@@ -163,11 +175,13 @@ impl<'a> Job<'a> {
             .bucket_size(self.bucket_size)
             .layout(self.layout)
             .lr(self.lr)
-            .max_norm(Self::MAX_NORM)
+            .max_norm(self.max_norm)
+            .norm_type(self.norm)
             .adam_w(self.adam_w)
             .overlap(setting.overlap)
             .storage(setting.storage)
             .overlap_grad_reduce(setting.overlap_grad_reduce)
+            .skip(setting.skip)
             .steps_in_flight(setting.steps_in_flight);
         let config = if self.model_parallel > 1 { config.model_parallel(self.model_parallel) } else { config };
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
@@ -282,7 +296,7 @@ pub fn serial(job: &Job<'_>) -> Expected {
         net.params().iter().map(weight).collect()
     };
     let groups: Vec<Hyper> = net.hyper(job.lr, job.adam_w);
-    let mut optimizer = Serial::new(plan.clone(), weights, groups, Job::MAX_NORM, job.scaler);
+    let mut optimizer = Serial::new(plan.clone(), weights, groups, job.max_norm, job.scaler).by_norm(job.norm);
     let view_of = (0..job.ranks).map(|rank| {
         let is_its = |view: &View| std::ptr::eq(view.weights.as_slice(), optimizer.weights(rank));
         optimizer.views.iter().position(is_its).unwrap()

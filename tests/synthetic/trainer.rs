@@ -2,7 +2,8 @@
 
 use gatherflow::{BucketId, Counters, Engine, Internals, Mode, ParamId, ParamMut, Pass, Rank, StepHandle, UnitGuard};
 use gatherflow_actors::plan;
-use gatherflow_kernels::{AccessMode, BufRange};
+use gatherflow_kernels::cpu::{BeforeWork, Inject};
+use gatherflow_kernels::{AccessMode, BufRange, Work};
 
 use super::pipeline::{Beside, Pipeline};
 use super::sight::{Sight, same_bits};
@@ -34,6 +35,13 @@ impl<'a> Trainer<'a> {
     ) -> Self {
         let net = job.net;
         internals.open.issue_on_thread = setting.issue_on_thread;
+        let delay = setting.verdict_delay;
+        if !delay.is_zero() {
+            internals.open.before_work = Some(BeforeWork::new(move |work| match work {
+                Work::Verdict(_) => Inject::Delay(delay),
+                _ => Inject::Nothing,
+            }));
+        }
         let number = rank.rank();
         // Only the values of the first rank that holds a parameter count: they are broadcast.
         let plan = net.model.plan(job.ranks, &job.config(setting)).unwrap();

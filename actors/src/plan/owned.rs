@@ -57,6 +57,17 @@ impl Plan {
             .collect()
     }
 
+    /// All parameters of a bucket, by offset from its start.
+    pub fn bucket_pieces(&self, bucket: BucketId) -> Vec<NormPiece> {
+        let bucket = self.bucket(bucket);
+        let piece = |id: &ParamId| {
+            let param = self.param(*id);
+            let range = param.home.range().normalize(param.home.range().start - bucket.range.start);
+            NormPiece { start: range.start, end: range.end, param: id.0, counted: true }
+        };
+        bucket.params.iter().map(piece).collect()
+    }
+
     /// The same pieces for the norm, which counts each logical element once over all ranks ([`Plan::counts`]).
     pub fn norm_pieces(&self, rank: Rank, bucket: BucketId) -> Vec<NormPiece> {
         let pieces = self.owned(rank, bucket).into_iter();

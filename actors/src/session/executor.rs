@@ -4,14 +4,15 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 
-use gatherflow_kernels::{Cause, Event, EventStatus, Failure, FailureKind, Mark, clock};
+use gatherflow_kernels::verdict::Scalars;
+use gatherflow_kernels::{Access, AccessMode, Cause, Event, EventStatus, Failure, FailureKind, Mark, clock};
 
 use super::{Session, StepRequest};
 use crate::action::{Edge, Letter, StepOutcome};
 use crate::bucket::BucketMsg;
 use crate::control::ControlMsg;
 use crate::face::Fact;
-use crate::optimizer::{CloseBucket, OptimizerMsg, StepStart};
+use crate::optimizer::{CloseBucket, OptimizerMsg, Skip, StepStart};
 use crate::plan::{BucketId, ParamId, Position, Storage, UnitId};
 use crate::prehook::{FirstGather, Overlap, PreHookMsg};
 
@@ -335,7 +336,8 @@ impl Session {
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
         let close = self.unreported(&request);
-        let start = StepStart { step, lrs: request.lrs, host: request.host, close, readers };
+        let scale_read = self.scale_read.lock().take();
+        let start = StepStart { step, lrs: request.lrs, host: request.host, close, readers, scale_read };
         self.post.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))));
         self.steps.store(step + 1, Ordering::Release);
         if self.config.overlap == Overlap::None {
@@ -374,6 +376,37 @@ impl Session {
         close
     }
 
+    /// The loss scale of the step to come. Where the host decides skips, it waits for the outcome of the last step; where the
+    /// device does, it reads the scalar there, once the executor's stream has reached the verdict (edge E7).
+    ///
+    /// # Errors
+    /// The first cause after a failure.
+    pub fn loss_scale(&self) -> Result<f32, Cause> {
+        self.check()?;
+        let steps = self.steps();
+        if self.config.skip == Skip::Host && steps > 0 {
+            return Ok(self.outcome(steps - 1)?.report.next_loss_scale);
+        }
+        self.progress();
+        let from = clock::now_ns();
+        let what = || format!("the verdict of step {} to be enqueued", steps.saturating_sub(1));
+        let judged = self.await_fact(self.face.judged(), steps, &what)?;
+        let waits = !judged.is_done();
+        self.wait_event(Edge::E2, &judged)?;
+        if waits {
+            self.recorder.waited(from, None);
+        }
+        let (device, range) = (&self.hands.device, self.hands.lowering.scalars());
+        device.access(self.executor(), Access { range, mode: AccessMode::Read });
+        let lost = |reason: String| self.ended(&Arc::new(Failure::new(FailureKind::Device, self.rank(), reason)));
+        let lease = device.lease(range, AccessMode::Read).map_err(|e| lost(e.to_string()))?;
+        let bytes = lease.as_bytes().first_chunk::<{ Scalars::BYTES }>();
+        let scale = bytes.map(|bytes| Scalars::from_bytes(bytes).scale);
+        drop(lease);
+        *self.scale_read.lock() = Some(device.record(self.executor()));
+        scale.ok_or_else(|| lost("the step's scalars are too short".into()))
+    }
+
     /// Waits for the outcome of a step.
     ///
     /// # Errors
@@ -382,9 +415,10 @@ impl Session {
         if let Some(outcome) = self.face.outcome(step) {
             return Ok(outcome);
         }
-        if step >= self.steps() || step < self.face.finished_steps() {
+        if step >= self.steps() {
             return Err(self.no_outcome(step));
         }
+        // It may have become known since the look above: then this does not wait.
         let from = clock::now_ns();
         let what = || format!("the outcome of step {step}");
         let finished = self.await_steps(step + 1, &what);
@@ -407,10 +441,12 @@ impl Session {
     /// As [`Session::outcome`].
     pub fn poll_outcome(&self, step: u64, waker: &Waker) -> Poll<Result<Arc<StepOutcome>, Cause>> {
         self.face.park_waker(waker);
+        // Asked before the look: it may become known between the two.
+        let known = step < self.face.finished_steps();
         if let Some(outcome) = self.face.outcome(step) {
             return Poll::Ready(Ok(outcome));
         }
-        if step >= self.steps() || step < self.face.finished_steps() {
+        if step >= self.steps() || known {
             return Poll::Ready(Err(self.no_outcome(step)));
         }
         match self.check() {

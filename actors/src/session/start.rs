@@ -160,6 +160,7 @@ fn session(
         steps: AtomicU64::new(0),
         opened: AtomicU64::new(0),
         chain: Mutex::new((0, 0)),
+        scale_read: Mutex::default(),
         recorder: Recorder::new(),
         closed: OnceLock::new(),
     }
@@ -303,6 +304,8 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
     lines.push(Line::new("bucket size", plan.bucket_size().to_string()));
     lines.push(Line::new("plan", format!("{:016x}", plan.fingerprint())));
     lines.push(Line::new("averaging, clipping and policies", format!("{:?}", config.rule)));
+    lines.push(Line::new("check_for_nan_in_grad", config.check_for_nan_in_grad.to_string()));
+    lines.push(Line::new("skip", format!("{:?}", config.skip)));
     lines.push(Line::new("loss scaler", format!("{:?}", config.scaler)));
     lines.push(Line::new("optimizer groups", format!("{:?}", config.groups)));
     lines.push(Line::new("check_order_every", config.check_order_every.to_string()));

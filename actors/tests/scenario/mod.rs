@@ -9,10 +9,11 @@ use gatherflow_actors::plan::{
     UnitSpec,
 };
 use gatherflow_actors::{
-    Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig,
+    Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig, Skip,
     StartParams, StepRequest,
 };
-use gatherflow_kernels::null::{NullLog, Script, updated_report};
+use gatherflow_kernels::norm::NormType;
+use gatherflow_kernels::null::{Gate, NullLog, Script, updated_report};
 use gatherflow_kernels::verdict::{Average, HostVerdict, OnNonFinite, ScalerRule, VerdictRule};
 use gatherflow_kernels::{Access, AccessMode, BufferId, Cause, DType, OpenOptions};
 
@@ -160,12 +161,17 @@ impl Shape {
 
 /// What runs on it.
 #[derive(Clone, Debug)]
+#[allow(clippy::struct_excessive_bools)] // dimensions of their own
 pub struct Scenario {
     pub shape: Shape,
     pub overlap: Overlap,
     pub credits: u32,
     pub first_gather: FirstGather,
     pub overlap_grad_reduce: bool,
+    pub skip: Skip,
+    pub check_for_nan_in_grad: bool,
+    /// The executor reads the loss scale before backward, and once more after it.
+    pub reads_scale: bool,
     pub steps_in_flight: u32,
     pub steps: u64,
     pub skipped: Vec<u64>,
@@ -181,6 +187,8 @@ pub struct Scenario {
     pub issue_on_thread: bool,
     /// 0: every bucket is gathered by itself.
     pub call_bytes: usize,
+    /// What holds verdicts back.
+    pub gate: Option<Gate>,
 }
 
 /// What a run leaves.
@@ -208,6 +216,9 @@ impl Scenario {
             credits: 3,
             first_gather: FirstGather::Step,
             overlap_grad_reduce: true,
+            skip: Skip::Host,
+            check_for_nan_in_grad: false,
+            reads_scale: false,
             steps_in_flight: 2,
             steps: 4,
             skipped: Vec::new(),
@@ -218,6 +229,7 @@ impl Scenario {
             dropped_edge: None,
             issue_on_thread: false,
             call_bytes: 0,
+            gate: None,
         }
     }
 
@@ -250,7 +262,11 @@ impl Scenario {
             dropped_edge: None,
             issue_on_thread: false,
             call_bytes: [0, 0, 600, 5_000][draw.below(4)],
+            gate: None,
             first_gather: [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)],
+            skip: [Skip::Host, Skip::Device][draw.below(2)],
+            check_for_nan_in_grad: draw.chance(30),
+            reads_scale: draw.chance(50),
         }
     }
 
@@ -266,12 +282,15 @@ impl Scenario {
             first_gather: self.first_gather,
             overlap_grad_reduce: self.overlap_grad_reduce,
             rule: VerdictRule {
+                norm: NormType::default(),
                 average: Average::Ranks(self.shape.ranks),
                 max_norm: 1.0,
                 on_nonfinite: OnNonFinite::Skip,
             },
             scaler: ScalerRule::None,
             groups: vec![Group::default()],
+            skip: self.skip,
+            check_for_nan_in_grad: self.check_for_nan_in_grad,
             steps_in_flight: self.steps_in_flight,
             deadlines: Deadlines {
                 start_up: std::time::Duration::from_secs(20),
@@ -315,10 +334,16 @@ impl Scenario {
         let options = OpenOptions {
             device: device.into(),
             script: Some(script),
+            gate: self.gate.clone(),
             issue_on_thread: self.issue_on_thread,
             ..OpenOptions::default()
         };
         Session::start(seat, plan.clone(), self.config(driver), options, &mut |_, _| Ok(())).expect("start")
+    }
+
+    /// How many gathers there are of each bucket: where the device decides, also in skipped steps.
+    pub fn gathered_versions(&self) -> usize {
+        self.steps as usize - if self.skip == Skip::Host { self.skipped.len() } else { 0 }
     }
 
     /// One rank's executor.
@@ -355,6 +380,9 @@ impl Scenario {
         let forward = if blind { &[][..] } else { &order[..] };
         forward.iter().try_for_each(|unit| read(*unit, &mut call))?;
 
+        if self.reads_scale {
+            session.loss_scale()?;
+        }
         // The same on every rank: which parameters get no gradient is decided by step alone.
         let mut draw = Draw::new(0xface ^ step);
         let used: Vec<bool> = plan.params().iter().map(|_| !draw.chance(self.unused)).collect();
@@ -382,6 +410,9 @@ impl Scenario {
         }
         if self.evaluate {
             order.iter().try_for_each(|unit| read(*unit, &mut call))?;
+        }
+        if self.reads_scale {
+            session.loss_scale()?;
         }
         let unwritten = plan.params().iter().filter(|p| p.trainable && !used[p.id.0 as usize]).map(|p| p.id);
         let request = StepRequest {

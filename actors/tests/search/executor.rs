@@ -4,24 +4,30 @@
 //! step ends where something was posted or left for others to see, or where it blocks; in between it only looks at
 //! what is published, and what is published never goes back. One thread executes.
 
-use gatherflow_actors::Overlap;
 use gatherflow_actors::action::Letter;
 use gatherflow_actors::bucket::BucketMsg;
 use gatherflow_actors::control::ControlMsg;
 use gatherflow_actors::optimizer::{CloseBucket, OptimizerMsg, StepStart};
 use gatherflow_actors::plan::{ParamId, Storage};
 use gatherflow_actors::prehook::PreHookMsg;
+use gatherflow_actors::{FirstGather, LrRow, Overlap, Skip};
 use gatherflow_kernels::verdict::HostVerdict;
 use gatherflow_kernels::{CollectiveKind, Event};
 
-use super::rank::Rank;
+use super::rank::{Demanded, Rank};
 use super::{Setup, Violation};
 
 /// One call of a training program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Op {
+    /// `zero_grad`.
+    Zero,
     /// Enter a unit.
     Enter(usize),
+    /// Begin the gathers of a unit, and go on.
+    Prefetch(usize),
+    /// Await the future of a parameter of the bucket at this position.
+    Ready(usize),
     /// Write the gradient of one parameter of the bucket at this position, and report it complete.
     Write(usize),
     /// `step`. Parameters that were not written count as zero.
@@ -46,6 +52,8 @@ pub struct Executor {
     unit_seen: Vec<u64>,
     bucket_seen: Vec<u64>,
     chain: (u64, u32),
+    /// The newest version whose gathers may start, and with it those of all before.
+    pub opened: u64,
     pub signalled: u32,
     closing: bool,
 }
@@ -55,6 +63,10 @@ enum Stage {
     Begin,
     /// The demand is left for the pre-hook to see.
     Raised,
+    /// The pre-hook was asked; it is told that nobody waits for what comes before.
+    Asked,
+    /// A future is pending.
+    Pending,
     /// In a chain: a wait ended, and that is left for the pre-hook to see.
     WaitEnded,
     /// Storage `shared`: waiting for the gradients of a position to be free; `raised`: the demand for its gather is left for the
@@ -91,6 +103,7 @@ impl Executor {
             unit_seen: vec![0; setup.units.len()],
             bucket_seen: vec![0; setup.buckets()],
             chain: (0, 0),
+            opened: 0,
             signalled: 0,
             closing: false,
         }
@@ -113,7 +126,18 @@ impl Rank {
         let setup = self.setup.clone();
         let Some(op) = setup.scripts[self.me].get(self.executor.next) else { return Ok(false) };
         match op {
+            Op::Zero => {
+                if setup.first_gather[self.me] == FirstGather::ZeroGrad {
+                    self.open_gathers()?;
+                }
+                Ok(self.done())
+            }
             Op::Enter(unit) => self.enter(*unit, others),
+            Op::Prefetch(unit) => {
+                let chain = setup.modes[self.me].0 == Overlap::Chain;
+                self.begin(&setup.units[*unit], setup.demand(*unit), chain, false, others)
+            }
+            Op::Ready(position) => self.begin(&[*position], *position as u32 + 1, true, true, others),
             Op::Write(position) => self.write(*position, others),
             Op::Step => self.step(others),
             Op::Signal => {
@@ -131,15 +155,70 @@ impl Rank {
         true
     }
 
+    /// Tells the pre-hook once a version that its gathers may start, unless that went with the step.
+    fn open_gathers(&mut self) -> Result<bool, Violation> {
+        let (version, by_entry) = (self.executor.steps, true);
+        if !self.setup.opens(self.me) || self.executor.opened >= version {
+            return Ok(false);
+        }
+        self.executor.opened = version;
+        self.post(Letter::PreHook(PreHookMsg::Open { version, by_entry }))?;
+        Ok(true)
+    }
+
+    /// Demands the first gathers and waits for none of them, unless `stays`: then for all of these buckets.
+    fn begin(
+        &mut self,
+        positions: &[usize],
+        demanded: u32,
+        awaited: bool,
+        stays: bool,
+        others: u64,
+    ) -> Result<bool, Violation> {
+        let version = self.executor.steps;
+        let there =
+            |position: &usize| self.facts.ready[*position].0 >= version && self.facts.ready[*position].1 <= others;
+        let ready = positions.iter().all(there);
+        match self.executor.stage {
+            Stage::Begin if ready || !stays && self.setup.modes[self.me].0 == Overlap::None => return Ok(self.done()),
+            Stage::Begin => {
+                self.facts.demand = self.facts.demand.max((version, demanded));
+                self.demanded(version, Demanded::entered(demanded));
+                self.executor.stage = Stage::Raised;
+            }
+            Stage::Raised => {
+                if self.take_wants_demand() || self.setup.ranks() > 1 {
+                    self.post(Letter::PreHook(PreHookMsg::Demand { version, demanded, announce: true }))?;
+                }
+                if !awaited {
+                    return Ok(self.done());
+                }
+                self.executor.stage = Stage::Asked;
+            }
+            Stage::Asked => {
+                self.demanded(version, Demanded::forced(demanded));
+                self.post(Letter::PreHook(PreHookMsg::Awaited { version, demanded }))?;
+                self.executor.stage = Stage::Pending;
+                return Ok(stays || self.done());
+            }
+            _ => return Ok(ready && self.done()),
+        }
+        Ok(true)
+    }
+
     fn enter(&mut self, unit: usize, others: u64) -> Result<bool, Violation> {
         let (setup, version) = (self.setup.clone(), self.executor.steps);
         let demanded = setup.demand(unit);
         let mut moved = false;
+        let begins = self.executor.stage == Stage::Begin && self.executor.unit_seen[unit] <= version;
+        if begins && self.open_gathers()? {
+            return Ok(true);
+        }
         match self.executor.stage {
             Stage::Begin if self.executor.unit_seen[unit] > version => return Ok(self.done()),
             Stage::Begin => {
                 self.facts.demand = self.facts.demand.max((version, demanded));
-                self.demanded(version, demanded, 0, 0);
+                self.demanded(version, Demanded::entered(demanded));
                 self.executor.stage = Stage::Raised;
                 return Ok(true);
             }
@@ -156,7 +235,7 @@ impl Rank {
                 }
                 moved = true;
             }
-            Stage::Freeing { .. } | Stage::ForLast | Stage::Waiting { .. } => {}
+            Stage::Freeing { .. } | Stage::ForLast | Stage::Waiting { .. } | Stage::Asked | Stage::Pending => {}
         }
         if setup.modes[self.me].0 == Overlap::Chain {
             match self.follow_chain(version, demanded, others)? {
@@ -197,7 +276,7 @@ impl Rank {
             let waited = position + 1;
             self.executor.chain.1 = waited;
             self.facts.waited = self.facts.waited.max((version, waited));
-            self.demanded(version, waited, 0, waited);
+            self.demanded(version, Demanded::waited(waited));
             self.executor.stage = Stage::WaitEnded;
         }
         Ok(Some(look))
@@ -241,11 +320,11 @@ impl Rank {
 
     /// What a position still lacks to be at `version`.
     fn lacks(&self, position: usize, version: u64, others: u64) -> Option<&'static str> {
-        if version > self.facts.finished {
+        if version > self.facts.finished && self.setup.skip == Skip::Host {
             return Some("the verdict of the step before is not known");
         }
-        // A skipped step keeps the bytes of the version before.
-        let newest = (1..=version).rev().find(|v| self.setup.updated(v - 1))?;
+        // A step that the host skips keeps the bytes of the version before.
+        let newest = (1..=version).rev().find(|v| self.setup.gathered(v - 1))?;
         let bucket = self.setup.bucket_at(position).0;
         let gather = |k: &gatherflow_kernels::CollectiveKey| {
             (k.kind, k.bucket, k.version) == (CollectiveKind::Gather, bucket, newest)
@@ -264,7 +343,7 @@ impl Rank {
         if free >= step && behind <= others {
             let lack = match setup.storage {
                 Storage::Shared => self.lacks(position, step, others),
-                _ => (self.facts.finished < step).then_some("the step before is not finished"),
+                _ => (!self.is_used(step)).then_some("the step before has not used them"),
             };
             let what = || format!("rank {} writes the gradients of position {position} in step {step}", self.me);
             return lack.map_or(Ok(Look::Ready), |why| Err(Violation::EarlyWrite(format!("{}: {why}", what()))));
@@ -280,7 +359,8 @@ impl Rank {
         self.executor.stage = Stage::Freeing { position, raised: true, asked: raised };
         if !raised {
             self.facts.demand = self.facts.demand.max((step, demanded));
-            self.demanded(step, demanded, if chain { demanded } else { 0 }, 0);
+            let forced = if chain { demanded } else { 0 };
+            self.demanded(step, Demanded { entered: demanded, forced, waited: 0 });
             return Ok(Look::Asked);
         }
         if self.take_wants_demand() || setup.ranks() > 1 {
@@ -303,6 +383,15 @@ impl Rank {
         let message = BucketMsg::GradientComplete { step, event: Event::done(0) };
         self.post(Letter::Bucket(self.setup.bucket_at(position), message))?;
         Ok(self.done())
+    }
+
+    /// The step before has used its gradients: its Adam is enqueued and, where the host decides, its verdict is known.
+    fn is_used(&self, step: u64) -> bool {
+        let small = |k: &gatherflow_kernels::CollectiveKey| k.kind == CollectiveKind::Small && k.version + 1 == step;
+        match self.setup.skip {
+            Skip::Host => self.facts.finished >= step,
+            Skip::Device => step == 0 || self.facts.issued.iter().any(small),
+        }
     }
 
     fn step(&mut self, others: u64) -> Result<bool, Violation> {
@@ -330,8 +419,9 @@ impl Rank {
                 close.push(CloseBucket { bucket: setup.bucket_at(position), zero, writes: Vec::new() });
             }
         }
-        let (lrs, host, readers) = (Vec::new(), HostVerdict::default(), std::sync::Arc::from([]));
-        let start = StepStart { step, lrs, host, close, readers };
+        let lrs = vec![LrRow { first_t: 1, values: (1..=setup.steps).map(|t| t as f64 / 10.0).collect() }];
+        let (host, readers) = (HostVerdict::default(), std::sync::Arc::from([]));
+        let start = StepStart { step, lrs, host, close, readers, scale_read: None };
         self.post(Letter::Optimizer(OptimizerMsg::Step(Box::new(start))))?;
         self.executor.steps += 1;
         if setup.modes[self.me].0 == Overlap::None {
@@ -377,7 +467,7 @@ impl Rank {
             return Ok(false);
         }
         self.executor.closing = true;
-        self.demanded(version, 0, total, 0);
+        self.demanded(version, Demanded::forced(total));
         self.post(Letter::PreHook(PreHookMsg::Drain { version }))?;
         self.announce(version);
         self.executor.stage = Stage::ForLast;

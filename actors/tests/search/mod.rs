@@ -28,8 +28,8 @@ pub mod turn;
 pub mod wander;
 pub mod words;
 
-use gatherflow_actors::Overlap;
 use gatherflow_actors::plan::{BucketId, Storage};
+use gatherflow_actors::{FirstGather, Overlap, Skip};
 
 use self::executor::Op;
 
@@ -44,6 +44,9 @@ pub struct Setup {
     pub modes: Vec<(Overlap, u32)>,
     /// Where gathers land: in `shared` gradients may be written only after the gather that zeroes them.
     pub storage: Storage,
+    /// Where the first gathers of a version start; not the same on all ranks either.
+    pub first_gather: Vec<FirstGather>,
+    pub skip: Skip,
     pub overlap_grad_reduce: bool,
     pub steps_in_flight: u64,
     pub steps: u64,
@@ -78,6 +81,21 @@ impl Setup {
 
     pub fn updated(&self, step: u64) -> bool {
         !self.skipped.contains(&step)
+    }
+
+    /// Whether the buckets are gathered after a step.
+    pub fn gathered(&self, step: u64) -> bool {
+        self.skip == Skip::Device || self.updated(step)
+    }
+
+    /// How many steps are updated, from the first on to this one.
+    pub fn updates(&self, step: u64) -> u64 {
+        (0..=step).filter(|step| self.updated(*step)).count() as u64
+    }
+
+    /// Gathers of this rank wait to be opened.
+    pub fn opens(&self, rank: usize) -> bool {
+        self.first_gather[rank] != FirstGather::Step && self.modes[rank].0 != Overlap::None
     }
 
     /// How many gathers a unit needs.
@@ -115,6 +133,16 @@ pub enum Fault {
     GatheredTwice,
     /// The communicator takes a skipped step for an updated one.
     SkipUnheard,
+    /// The host of one rank decides a skip that on the others the device decides.
+    HostDecides,
+    /// The verdict of a step arrives before that of the one before.
+    VerdictsSwapped,
+    /// The optimizer hears of a skipped step that it was updated.
+    VerdictMistold,
+    /// The pre-hook does not wait for gathers to be opened.
+    NeverShut,
+    /// The pre-hook does not hear that a future waits.
+    AwaitedLost,
 }
 
 /// A rule that a message order broke.
@@ -132,6 +160,10 @@ pub enum Violation {
     WrongCount(String),
     /// A gather went further ahead than credits reach (C1).
     CreditsExceeded(String),
+    /// A gather went before the place from which on the configuration lets the first ones go (P2).
+    NotOpened(String),
+    /// Adam of an updated step was not given the row of its t (T1, T8).
+    WrongRow(String),
     /// A machine refused a message (V1).
     WrongTransition(String),
     /// A supervisor ended everything.

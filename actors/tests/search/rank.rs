@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::rc::Rc;
 
-use gatherflow_actors::action::{Action, Letter, Publication, WrongTransition};
+use gatherflow_actors::action::{Action, Letter, Op, Publication, WrongTransition};
 use gatherflow_actors::bucket::{Bucket, BucketMsg};
 use gatherflow_actors::communicator::{Communicator, CommunicatorMsg};
 use gatherflow_actors::control::ControlMsg;
@@ -13,7 +13,8 @@ use gatherflow_actors::plan::BucketId;
 use gatherflow_actors::prehook::{PreHook, PreHookMsg};
 use gatherflow_actors::sequence::{Sequence, WireBucket};
 use gatherflow_actors::supervisor::{Supervisor, SupervisorMsg};
-use gatherflow_actors::{Credits, Overlap};
+use gatherflow_actors::{Credits, FirstGather, Group, Overlap, Skip};
+use gatherflow_kernels::adam::AdamRows;
 use gatherflow_kernels::null::updated_report;
 use gatherflow_kernels::verdict::StepReport;
 use gatherflow_kernels::{CollectiveKey, CollectiveKind, DType, Event};
@@ -23,11 +24,25 @@ use super::turn::{Posted, Slot, Turn};
 use super::{Fault, Setup, Violation};
 
 /// What truly was demanded of a version, told by its causes and not by the pre-hook.
-#[derive(Clone, Copy, Debug, Default, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Demanded {
     pub entered: u32,
     pub forced: u32,
     pub waited: u32,
+}
+
+impl Demanded {
+    pub fn entered(entered: u32) -> Self {
+        Self { entered, ..Self::default() }
+    }
+
+    pub fn forced(forced: u32) -> Self {
+        Self { forced, ..Self::default() }
+    }
+
+    pub fn waited(waited: u32) -> Self {
+        Self { entered: waited, waited, ..Self::default() }
+    }
 }
 
 /// What is shared with the executor, in flight, or kept to check the rules.
@@ -40,8 +55,8 @@ pub struct Facts {
     pub demand: (u64, u32),
     pub waited: (u64, u32),
     pub wants_demand: bool,
-    /// `(step, collectives it is behind)`.
-    pub judging: Option<(u64, u64)>,
+    /// `(step, collectives it is behind)`, oldest first.
+    pub judging: VecDeque<(u64, u64)>,
     /// With the issuing thread.
     pub issuing: VecDeque<CollectiveKey>,
     pub issued: Vec<CollectiveKey>,
@@ -98,13 +113,17 @@ impl Rank {
         let more = u32::from(setup.fault == Some((Fault::OneCreditMore, me)));
         let (mode, credits) = setup.modes[me];
         let credits = Credits { buckets: credits.saturating_add(more), bytes: None };
-        let prehook = PreHook::new(order.clone(), vec![4; n], mode, credits, setup.ranks() > 1);
+        let planted = |fault| setup.fault == Some((fault, me));
+        let first = if planted(Fault::NeverShut) { FirstGather::Step } else { setup.first_gather[me] };
+        let prehook = PreHook::new(order.clone(), vec![4; n], mode, credits, setup.ranks() > 1).starting(first);
+        let skip = if planted(Fault::HostDecides) { Skip::Host } else { setup.skip };
+        let optimizer = Optimizer::new(vec![Group::default()], order).deciding(skip);
         Self {
             setup: setup.clone(),
             me,
             buckets: (0..n).map(bucket).collect(),
             prehook: Slot::new(prehook),
-            optimizer: Slot::new(Optimizer::new(Vec::new(), order)),
+            optimizer: Slot::new(optimizer),
             communicator: Slot::new(Communicator::new(sequence, n, setup.compare_every)),
             supervisor: Slot::new(Supervisor::new(me, setup.ranks())),
             mail: vec![VecDeque::new(); n + 3],
@@ -115,7 +134,7 @@ impl Rank {
                 demand: (0, 0),
                 waited: (0, 0),
                 wants_demand: false,
-                judging: None,
+                judging: VecDeque::new(),
                 issuing: VecDeque::new(),
                 issued: Vec::new(),
                 truth: vec![Demanded::default(); setup.steps as usize + 1],
@@ -160,7 +179,7 @@ impl Rank {
 
     /// What is at rest here: whether anything is left to do without the executor.
     pub fn is_quiet(&self) -> bool {
-        self.mail.iter().all(VecDeque::is_empty) && self.facts.issuing.is_empty() && self.facts.judging.is_none()
+        self.mail.iter().all(VecDeque::is_empty) && self.facts.issuing.is_empty() && self.facts.judging.is_empty()
     }
 
     /// Who waits for what, for the report of a deadlock.
@@ -200,7 +219,7 @@ impl Rank {
             Letter::Optimizer(message) => turn.take(self.optimizer.machine(), message.clone()),
             Letter::Communicator(message) => {
                 if let CommunicatorMsg::Reduce { step, .. } = message {
-                    self.demanded(*step, 0, self.setup.buckets() as u32, 0);
+                    self.demanded(*step, Demanded::forced(self.setup.buckets() as u32));
                 }
                 turn.take(self.communicator.machine(), message.clone())
             }
@@ -226,10 +245,11 @@ impl Rank {
     fn perform(&mut self, action: Action) -> Result<(), Violation> {
         match action {
             Action::Send(letter) => self.post(letter)?,
-            Action::Enqueue { .. } | Action::Publish(Publication::PeakAhead(_)) => {}
+            Action::Enqueue { op: Op::Adam { rows, .. }, .. } => self.check_rows(&rows)?,
+            Action::Enqueue { .. } | Action::Publish(Publication::PeakAhead(_) | Publication::Judged { .. }) => {}
             Action::Issue { key, .. } if self.setup.issue_on_thread => self.facts.issuing.push_back(key),
             Action::Issue { key, .. } => self.issue(key)?,
-            Action::WhenVerdict { event, step } => self.facts.judging = Some((step, event.id())),
+            Action::WhenVerdict { event, step } => self.facts.judging.push_back((step, event.id())),
             Action::LetGo { bucket, version, .. } => self.let_go(bucket, version)?,
             Action::Publish(Publication::Ready { bucket, version, event }) => {
                 let position = self.setup.position(bucket);
@@ -275,6 +295,7 @@ impl Rank {
                     PreHookMsg::PeerDemand { version, .. } => {
                         *version > self.prehook.machine.version() && self.planted(Fault::EarlyPeerDemandLost)
                     }
+                    PreHookMsg::Awaited { .. } => self.planted(Fault::AwaitedLost),
                     PreHookMsg::StepFinished { version, .. } => {
                         self.facts.let_go = (*version, 0);
                         false
@@ -339,6 +360,12 @@ impl Rank {
                 self.me
             )));
         }
+        if self.setup.opens(self.me)
+            && self.executor.opened < version
+            && truth.entered.max(truth.forced).max(truth.waited) == 0
+        {
+            return Err(Violation::NotOpened(format!("rank {}: position {position} of version {version}", self.me)));
+        }
         self.facts.let_go.1 += 1;
         if self.facts.let_go.1 == self.setup.buckets() as u32 {
             self.facts.truth[version as usize] = Demanded::default();
@@ -352,17 +379,28 @@ impl Rank {
     }
 
     /// Remembers a cause of gathers to go, while it can matter.
-    pub fn demanded(&mut self, version: u64, entered: u32, forced: u32, waited: u32) {
+    pub fn demanded(&mut self, version: u64, what: Demanded) {
         let all = (version, self.setup.buckets() as u32);
         let over = version < self.facts.let_go.0 || self.facts.let_go == all;
-        if over || version == 0 || !self.setup.updated(version - 1) {
+        if over || version == 0 || !self.setup.gathered(version - 1) {
             return;
         }
         if let Some(truth) = self.facts.truth.get_mut(version as usize) {
-            truth.entered = truth.entered.max(entered);
-            truth.forced = truth.forced.max(forced);
-            truth.waited = truth.waited.max(waited);
+            truth.entered = truth.entered.max(what.entered);
+            truth.forced = truth.forced.max(what.forced);
+            truth.waited = truth.waited.max(what.waited);
         }
+    }
+
+    /// T1, T8: the row that the device will pick has the learning rate of its t, which is as many tenths.
+    fn check_rows(&self, rows: &AdamRows) -> Result<(), Violation> {
+        let Some((step, _)) = self.facts.judging.back().copied() else { return Ok(()) };
+        let t = self.setup.updates(step);
+        let found = rows.at(t).map(|rows| (rows[0].lr * 10.0).round() as u64);
+        if !self.setup.updated(step) || found == Some(t) {
+            return Ok(());
+        }
+        Err(Violation::WrongRow(format!("rank {}, step {step} with t = {t} got {found:?} of {rows:?}", self.me)))
     }
 
     /// A collective leaves this rank.
@@ -401,8 +439,13 @@ impl Rank {
 
     /// The verdict arrives, if the device can know it. `others`: how many collectives every other rank has issued.
     pub fn judge(&mut self, others: u64) -> Result<bool, Violation> {
-        let Some((step, _)) = self.facts.judging.take_if(|(_, behind)| *behind <= others) else { return Ok(false) };
-        let report = StepReport { updated: self.setup.updated(step), ..updated_report() };
+        let known = self.facts.judging.iter().take_while(|(_, behind)| *behind <= others).count();
+        let swapped = self.planted(Fault::VerdictsSwapped) && known > 1;
+        let Some((step, _)) = (known > 0).then(|| self.facts.judging.remove(usize::from(swapped))).flatten() else {
+            return Ok(false);
+        };
+        let updated = self.setup.updated(step) || self.planted(Fault::VerdictMistold);
+        let report = StepReport { updated, ..updated_report() };
         self.post(Letter::Optimizer(OptimizerMsg::Verdict { step, report: Box::new(report) }))?;
         Ok(true)
     }
@@ -410,7 +453,7 @@ impl Rank {
     /// A peer's word arrives.
     pub fn hear(&mut self, word: ControlMsg) -> Result<(), Violation> {
         if let ControlMsg::Demand { version, demanded, .. } = word {
-            self.demanded(version, 0, demanded, 0);
+            self.demanded(version, Demanded::forced(demanded));
         }
         self.post(Letter::Supervisor(SupervisorMsg::Control(word)))
     }
@@ -432,7 +475,7 @@ impl Rank {
         self.posted.clear();
     }
 
-    /// What a finished rank must have issued (O1): every bucket once, in order, no gather in a skipped step.
+    /// What a finished rank must have issued (O1): every bucket once, in order, no gather in a step that the host skips.
     pub fn check_the_end(&self) -> Result<(), Violation> {
         let mut expected = Vec::new();
         for step in 0..self.setup.steps {
@@ -444,7 +487,7 @@ impl Rank {
                 std::iter::once(named(CollectiveKind::Reduce, p, step)).chain(sum)
             }));
             expected.push((CollectiveKind::Small, CollectiveKey::NO_BUCKET, step));
-            if self.setup.updated(step) {
+            if self.setup.gathered(step) {
                 expected.extend(positions.map(|p| named(CollectiveKind::Gather, p, step + 1)));
             }
         }

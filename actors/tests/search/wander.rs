@@ -41,7 +41,7 @@ pub fn wander(setup: Setup, seed: u64) -> Result<usize, Violation> {
             if !blocked[me] && !rank.is_finished() {
                 open.push(base + mailboxes);
             }
-            if rank.facts.judging.is_some_and(|(_, behind)| behind <= others(&issued, me)) {
+            if rank.facts.judging.front().is_some_and(|(_, behind)| *behind <= others(&issued, me)) {
                 open.push(base + mailboxes + 1);
             }
             if !rank.facts.issuing.is_empty() {

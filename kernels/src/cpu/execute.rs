@@ -10,10 +10,11 @@ use crate::buffer::BufRange;
 use crate::convert;
 use crate::dtype::{DType, Element};
 use crate::error::DeviceError;
+use crate::finite;
 use crate::lease::{Holds, Operands};
-use crate::norm::{self, Partial};
+use crate::norm::{self, NormPiece, Partial};
 use crate::verdict::{self, RankRecord, Scalars};
-use crate::work::{Adam, Cast, Fold, NormPartials, Verdict, Work};
+use crate::work::{Adam, Cast, FindNonFinite, Fold, NormPartials, Verdict, Work};
 
 /// Evaluates an expression with a type name bound to the Rust type of a [`DType`].
 macro_rules! with_element {
@@ -46,6 +47,7 @@ pub(super) fn execute(work: &Work, holds: &mut Holds) -> Result<(), DeviceError>
             dst.copy_from_slice(src);
         }
         Work::Cast(w) => with_element!(w.from, S => with_element!(w.to, D => cast::<S, D>(w, &mut operands)?)),
+        Work::FindNonFinite(w) => with_element!(w.dtype, G => find_nonfinite::<G>(w, &mut operands)?),
         Work::NormPartials(w) => partials(w, &mut operands)?,
         Work::Fold(w) => fold(w, &mut operands)?,
         Work::Verdict(w) => judge(w, &mut operands)?,
@@ -67,16 +69,34 @@ fn cast<S: Element, D: Element>(work: &Cast, operands: &mut Operands<'_>) -> Res
     Ok(())
 }
 
+fn find_nonfinite<G: Element>(work: &FindNonFinite, operands: &mut Operands<'_>) -> Result<(), DeviceError> {
+    let grad = operands.read::<G>(work.grad)?;
+    inside("non-finite search", &work.pieces, grad.len())?;
+    let out = operands.write_bytes(work.out)?;
+    equal("non-finite search", Partial::LOCAL_BYTES, out.len(), "bytes")?;
+    let found = Partial { local: finite::first_nonfinite(grad, &work.pieces), ..Partial::default() };
+    out.copy_from_slice(&found.to_bytes()[Partial::SHARD_BYTES..]);
+    Ok(())
+}
+
 fn partials(work: &NormPartials, operands: &mut Operands<'_>) -> Result<(), DeviceError> {
     let grad = operands.read::<f32>(work.grad)?;
-    if let Some(piece) = work.pieces.iter().find(|p| p.start > p.end || p.end > grad.len()) {
-        let reason = format!("piece {}..{} is outside a shard of {}", piece.start, piece.end, grad.len());
-        return Err(DeviceError::BadWork { work: "norm partials", reason });
-    }
+    inside("norm partials", &work.pieces, grad.len())?;
     let out = operands.write_bytes(work.out)?;
-    equal("norm partials", Partial::BYTES, out.len(), "bytes")?;
-    out.copy_from_slice(&norm::partial(grad, &work.pieces).scaled(work.ratio).to_bytes());
+    equal("norm partials", Partial::SHARD_BYTES, out.len(), "bytes")?;
+    let partial = norm::partial(work.norm, grad, &work.pieces).scaled(work.norm, work.ratio);
+    out.copy_from_slice(&partial.to_bytes()[..Partial::SHARD_BYTES]);
     Ok(())
+}
+
+fn inside(work: &'static str, pieces: &[NormPiece], numel: usize) -> Result<(), DeviceError> {
+    match pieces.iter().find(|p| p.start > p.end || p.end > numel) {
+        None => Ok(()),
+        Some(piece) => {
+            let reason = format!("piece {}..{} is outside {numel} elements", piece.start, piece.end);
+            Err(DeviceError::BadWork { work, reason })
+        }
+    }
 }
 
 fn fold(work: &Fold, operands: &mut Operands<'_>) -> Result<(), DeviceError> {
@@ -99,7 +119,7 @@ fn judge(work: &Verdict, operands: &mut Operands<'_>) -> Result<(), DeviceError>
     let mut scalars = Scalars::from_bytes(bytes);
     let report = verdict::judge(&ranks, &work.rule, &work.scaler, &mut scalars);
     *bytes = scalars.to_bytes();
-    work.report.put(report);
+    work.report.put(work.step, report);
     Ok(())
 }
 
@@ -123,14 +143,18 @@ fn adam_pass<G: Element, P: Element>(
         equal("adam", numel, len, "elements")?;
     }
     for segment in work.segments.iter() {
-        if segment.start > segment.end || segment.end > numel || segment.group >= work.rows.len() {
-            let reason = format!("{segment:?} does not fit {numel} elements and {} groups", work.rows.len());
+        if segment.start > segment.end || segment.end > numel || segment.group >= work.rows.groups() {
+            let reason = format!("{segment:?} does not fit {numel} elements and {} groups", work.rows.groups());
             return Err(DeviceError::BadWork { work: "adam", reason });
         }
     }
     if scalars.skip {
         return Ok(());
     }
+    let Some(rows) = work.rows.at(scalars.updates) else {
+        let reason = format!("no row for a step that is updated as number {}: {:?}", scalars.updates, work.rows);
+        return Err(DeviceError::BadWork { work: "adam", reason });
+    };
     let factor = (scalars.factor * work.ratio) as f32;
     for segment in work.segments.iter() {
         let run = segment.start..segment.end;
@@ -141,7 +165,7 @@ fn adam_pass<G: Element, P: Element>(
             exp_avg_sq: &mut exp_avg_sq[run.clone()],
             param: param.as_mut().map(|p| &mut p[run]),
         };
-        adam(&work.rows[segment.group], factor, slices);
+        adam(&rows[segment.group], factor, slices);
     }
     Ok(())
 }

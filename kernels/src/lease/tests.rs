@@ -1,6 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::float_cmp)]
 
 use super::*;
+use crate::adam::AdamRows;
 use crate::error::DeviceError;
 use crate::work::{Adam, Copy, Work};
 
@@ -107,7 +108,7 @@ fn the_work_with_the_most_ranges_fits() {
         scalars: at(5),
         ratio: 1.0,
         segments: [].into(),
-        rows: [].into(),
+        rows: AdamRows::new(1, 0, []),
     });
     drop(arena.hold_all(&adam).unwrap());
     arena.lease(buffer.whole(), AccessMode::Write).unwrap();

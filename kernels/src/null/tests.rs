@@ -4,6 +4,7 @@ use super::*;
 use crate::collective::{CollectiveKey, CollectiveKind, CollectiveOp, Comm};
 use crate::dtype::DType;
 use crate::error::{Failure, FailureKind};
+use crate::norm::NormType;
 use crate::verdict::{Average, OnNonFinite, Report, ScalerRule, VerdictRule};
 use crate::work::{Fill, Verdict};
 
@@ -14,7 +15,12 @@ fn fill(dst: BufRange) -> Work {
 fn verdict(range: BufRange, step: u64, report: &Report) -> Work {
     Work::Verdict(Verdict {
         records: range,
-        rule: VerdictRule { average: Average::Ranks(1), max_norm: 0.0, on_nonfinite: OnNonFinite::Skip },
+        rule: VerdictRule {
+            average: Average::Ranks(1),
+            norm: NormType::default(),
+            max_norm: 0.0,
+            on_nonfinite: OnNonFinite::Skip,
+        },
         scaler: ScalerRule::None,
         scalars: range,
         report: report.clone(),
@@ -104,9 +110,29 @@ fn the_script_decides_each_step_and_without_one_every_step_updates() {
         for (step, updated) in expected.into_iter().enumerate() {
             let report = Report::new();
             device.enqueue(on, verdict(range, step as u64, &report)).unwrap();
-            assert_eq!(report.get().unwrap().updated, updated, "step {step}");
+            assert_eq!(report.take(step as u64).unwrap().updated, updated, "step {step}");
         }
     }
+}
+
+#[test]
+fn a_verdict_that_is_held_back_ends_once_it_is_let_through_or_with_the_first_cause() {
+    let gate = Gate::default();
+    let device = NullDevice::open_gated(0, 1, None, true, Some(gate.clone()));
+    let range = device.alloc(64, &[]).unwrap().whole();
+    let on = device.stream(StreamKind::Optimizer).unwrap();
+    let events: Vec<_> = (0..3)
+        .map(|step| {
+            device.enqueue(on, verdict(range, step, &Report::new())).unwrap();
+            let judged = device.record(on);
+            assert!(device.record(on).is_done(), "nothing but the verdict is held back");
+            judged
+        })
+        .collect();
+    gate.let_through(1);
+    assert_eq!([0, 1, 2].map(|step: usize| events[step].is_done()), [true, false, false]);
+    device.poison(Arc::new(Failure::new(FailureKind::Device, 0, "first")));
+    assert!(matches!(events[1].status(), EventStatus::Failed(cause) if cause.message == "first"));
 }
 
 #[test]

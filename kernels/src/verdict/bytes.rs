@@ -5,21 +5,23 @@ use crate::norm::{param_from_u64, param_to_u64, words};
 
 const ABANDONED: u32 = 1;
 const UNUSED: u32 = 2;
+const NON_FINITE: u32 = 3;
 
 impl RankRecord {
     /// Size in memory.
     pub const BYTES: usize = 64;
 
-    /// Eight 64-bit words: `sum_squares`, `max_abs`, `zeros`, non-finite parameter + 1 (0: none), weight, kind and parameter
+    /// Eight 64-bit words: `sum_powers`, `max_abs`, `zeros`, non-finite parameter + 1 (0: none), weight, kind and parameter
     /// of what spoils the step (lower and upper half; kind 0: nothing), stop, 0.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let (kind, param) = match self.host.spoiled {
             None => (0, 0),
             Some(Spoiled::Abandoned { param }) => (ABANDONED, param),
             Some(Spoiled::Unused { param }) => (UNUSED, param),
+            Some(Spoiled::NonFinite { param }) => (NON_FINITE, param),
         };
         from_words([
-            self.sum_squares.to_bits(),
+            self.sum_powers.to_bits(),
             self.max_abs.to_bits(),
             self.zeros,
             param_to_u64(self.nonfinite),
@@ -33,15 +35,16 @@ impl RankRecord {
     /// The inverse of [`RankRecord::to_bytes`]. An unknown kind of spoiling reads as [`Spoiled::Abandoned`]: the step is not
     /// taken.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let [sum_squares, max_abs, zeros, nonfinite, weight, spoiled, stop, _] = words(bytes);
+        let [sum_powers, max_abs, zeros, nonfinite, weight, spoiled, stop, _] = words(bytes);
         let param = (spoiled >> 32) as u32;
         let spoiled = match spoiled as u32 {
             0 => None,
             UNUSED => Some(Spoiled::Unused { param }),
+            NON_FINITE => Some(Spoiled::NonFinite { param }),
             _ => Some(Spoiled::Abandoned { param }),
         };
         Self {
-            sum_squares: f64::from_bits(sum_squares),
+            sum_powers: f64::from_bits(sum_powers),
             max_abs: f64::from_bits(max_abs),
             zeros,
             nonfinite: param_from_u64(nonfinite),
@@ -54,14 +57,15 @@ impl Scalars {
     /// Size in memory: a cache line.
     pub const BYTES: usize = 64;
 
-    /// Eight 64-bit words: `factor`, then in halves `skip` and `scale`, `growth_counter` and `hysteresis`, then zeros.
+    /// Eight 64-bit words: `factor`, then in halves `skip` and `scale`, `growth_counter` and `hysteresis`, then `updates`, then
+    /// zeros.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let halves = |low: u32, high: u32| u64::from(low) | u64::from(high) << 32;
         from_words([
             self.factor.to_bits(),
             halves(u32::from(self.skip), self.scale.to_bits()),
             halves(self.growth_counter, self.hysteresis.cast_unsigned()),
-            0,
+            self.updates,
             0,
             0,
             0,
@@ -71,13 +75,14 @@ impl Scalars {
 
     /// The inverse of [`Scalars::to_bytes`].
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let [first, second, third, ..]: [u64; 8] = words(bytes);
+        let [first, second, third, updates, ..]: [u64; 8] = words(bytes);
         Self {
             factor: f64::from_bits(first),
             skip: second as u32 != 0,
             scale: f32::from_bits((second >> 32) as u32),
             growth_counter: third as u32,
             hysteresis: ((third >> 32) as u32).cast_signed(),
+            updates,
         }
     }
 }
@@ -96,11 +101,13 @@ mod tests {
 
     #[test]
     fn a_record_comes_back_from_its_bytes() {
-        for spoiled in [None, Some(Spoiled::Abandoned { param: 7 }), Some(Spoiled::Unused { param: u32::MAX })] {
+        let kinds =
+            [Spoiled::Abandoned { param: 7 }, Spoiled::Unused { param: u32::MAX }, Spoiled::NonFinite { param: 0 }];
+        for spoiled in kinds.map(Some).into_iter().chain([None]) {
             for nonfinite in [None, Some(0), Some(u32::MAX)] {
                 for stop in [false, true] {
                     let host = HostVerdict { spoiled, weight: 123.5, stop };
-                    let record = RankRecord { sum_squares: 1e70, max_abs: 3.0, zeros: u64::MAX, nonfinite, host };
+                    let record = RankRecord { sum_powers: 1e70, max_abs: 3.0, zeros: u64::MAX, nonfinite, host };
                     assert_eq!(RankRecord::from_bytes(&record.to_bytes()), record);
                 }
             }
@@ -110,7 +117,8 @@ mod tests {
     #[test]
     fn scalars_come_back_from_their_bytes() {
         for (skip, hysteresis) in [(false, 2), (true, -5)] {
-            let scalars = Scalars { factor: 0.3, skip, scale: 65536.0, growth_counter: 999, hysteresis };
+            let scalars =
+                Scalars { factor: 0.3, skip, scale: 65536.0, growth_counter: 999, hysteresis, updates: u64::MAX - 7 };
             assert_eq!(Scalars::from_bytes(&scalars.to_bytes()), scalars);
         }
     }

@@ -1,19 +1,21 @@
 //! Partials to a record, records to the verdict. The same records give the same bits on every rank.
 
-use super::{Average, HostVerdict, OnNonFinite, RankRecord, Scalars, ScalerRule, StepReport, VerdictRule};
+use super::{Average, HostVerdict, OnNonFinite, RankRecord, Scalars, ScalerRule, Spoiled, StepReport, VerdictRule};
 use crate::norm::Partial;
 
 /// Added to the norm in the clip factor (SPEC T3).
 const CLIP_EPSILON: f64 = 1e-6;
 
-/// One rank's record from its shards' partials, which come in plan order, and what only its host knows.
+/// One rank's record from its buckets' partials, which come in plan order, and what only its host knows. Where the host does not
+/// spoil the step, the first parameter found non-finite before the reduction does.
 pub fn fold(partials: impl IntoIterator<Item = Partial>, host: HostVerdict) -> RankRecord {
     let mut record = RankRecord { host, ..RankRecord::default() };
     for partial in partials {
-        record.sum_squares += partial.sum_squares;
+        record.sum_powers += partial.sum_powers;
         record.max_abs = record.max_abs.max(partial.max_abs);
         record.zeros = record.zeros.wrapping_add(partial.zeros);
         record.nonfinite = record.nonfinite.or(partial.nonfinite);
+        record.host.spoiled = record.host.spoiled.or(partial.local.map(|param| Spoiled::NonFinite { param }));
     }
     record
 }
@@ -63,9 +65,10 @@ pub fn judge(records: &[RankRecord], rule: &VerdictRule, scaler: &ScalerRule, sc
     match average {
         Some(average) if nonfinite.is_none() && spoiled.is_none() => {
             let unscale = 1.0 / f64::from(loss_scale);
-            let norm = job.sum_squares.sqrt() * average * unscale;
+            let norm = rule.norm.of(job.sum_powers, job.max_abs) * average * unscale;
             scalars.factor = average * unscale * clip_factor(rule.max_norm, norm);
             scalars.skip = false;
+            scalars.updates += 1;
             report.updated = true;
             report.grad_norm = Some(norm);
             report.zeros = Some(job.zeros);
@@ -80,15 +83,17 @@ pub fn judge(records: &[RankRecord], rule: &VerdictRule, scaler: &ScalerRule, sc
 
 /// What is summed over ranks, in rank order.
 struct Job {
-    sum_squares: f64,
+    sum_powers: f64,
+    max_abs: f64,
     zeros: u64,
     weight: f64,
 }
 
 impl Job {
     fn of(records: &[RankRecord]) -> Self {
-        records.iter().fold(Self { sum_squares: 0.0, zeros: 0, weight: 0.0 }, |job, record| Self {
-            sum_squares: job.sum_squares + record.sum_squares,
+        records.iter().fold(Self { sum_powers: 0.0, max_abs: 0.0, zeros: 0, weight: 0.0 }, |job, record| Self {
+            sum_powers: job.sum_powers + record.sum_powers,
+            max_abs: job.max_abs.max(record.max_abs),
             zeros: job.zeros.wrapping_add(record.zeros),
             weight: job.weight + record.host.weight,
         })
@@ -114,20 +119,24 @@ fn clip_factor(max_norm: f64, norm: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::float_cmp)] // bits are promised
-    use super::super::Spoiled;
     use super::*;
+    use crate::norm::NormType;
 
-    const RANKS: VerdictRule =
-        VerdictRule { average: Average::Ranks(2), max_norm: 0.0, on_nonfinite: OnNonFinite::Skip };
+    const RANKS: VerdictRule = VerdictRule {
+        average: Average::Ranks(2),
+        norm: NormType::P(2.0),
+        max_norm: 0.0,
+        on_nonfinite: OnNonFinite::Skip,
+    };
     const DYNAMIC: ScalerRule =
         ScalerRule::Dynamic { initial: 8.0, min: 1.0, growth: 2.0, backoff: 0.5, interval: 2, hysteresis: 1 };
 
-    fn record(sum_squares: f64) -> RankRecord {
-        RankRecord { sum_squares, ..RankRecord::default() }
+    fn record(sum_powers: f64) -> RankRecord {
+        RankRecord { sum_powers, ..RankRecord::default() }
     }
 
-    fn weighing(sum_squares: f64, weight: f64) -> RankRecord {
-        RankRecord { host: HostVerdict { weight, ..HostVerdict::default() }, ..record(sum_squares) }
+    fn weighing(sum_powers: f64, weight: f64) -> RankRecord {
+        RankRecord { host: HostVerdict { weight, ..HostVerdict::default() }, ..record(sum_powers) }
     }
 
     fn spoiled(spoiled: Spoiled) -> RankRecord {
@@ -142,14 +151,25 @@ mod tests {
 
     #[test]
     fn shards_fold_in_plan_order() {
-        let shard = |sum_squares, max_abs, zeros, nonfinite| Partial { sum_squares, max_abs, zeros, nonfinite };
+        let shard =
+            |sum_powers, max_abs, zeros, nonfinite| Partial { sum_powers, max_abs, zeros, nonfinite, local: None };
         let host = HostVerdict { weight: 5.0, stop: true, ..HostVerdict::default() };
         // 1 + 2^-53 - 1 is 0 from the left and 2^-53 from the right.
         let tiny = 2.0_f64.powi(-53);
         let partials = [shard(1.0, 1.0, 3, None), shard(tiny, 9.0, 4, Some(6)), shard(-1.0, 2.0, 0, Some(2))];
         let record = fold(partials, host);
-        assert_eq!(record, RankRecord { sum_squares: 0.0, max_abs: 9.0, zeros: 7, nonfinite: Some(6), host });
+        assert_eq!(record, RankRecord { sum_powers: 0.0, max_abs: 9.0, zeros: 7, nonfinite: Some(6), host });
         assert_eq!(fold([], host), RankRecord { host, ..RankRecord::default() });
+    }
+
+    #[test]
+    fn a_gradient_found_nonfinite_before_the_reduction_spoils_the_step_unless_the_host_did() {
+        let found = |local| Partial { local, ..Partial::default() };
+        let partials = [found(None), found(Some(8)), found(Some(3))];
+        let spoiled = fold(partials, HostVerdict::default()).host.spoiled;
+        assert_eq!(spoiled, Some(Spoiled::NonFinite { param: 8 }), "the first bucket's is named");
+        let unused = HostVerdict { spoiled: Some(Spoiled::Unused { param: 5 }), ..HostVerdict::default() };
+        assert_eq!(fold(partials, unused), RankRecord { host: unused, ..RankRecord::default() });
     }
 
     #[test]
@@ -161,6 +181,21 @@ mod tests {
         assert_eq!(scalars.factor, 1.0 / 16.0, "a norm of 0.625 is below 1 and not clipped");
         assert!(report.updated && !scalars.skip);
         assert_eq!((report.loss_scale, report.next_loss_scale), (8.0, 8.0));
+    }
+
+    #[test]
+    fn every_norm_combines_over_ranks_and_is_clipped_by() {
+        let of = |sum_powers, max_abs| RankRecord { max_abs, ..record(sum_powers) };
+        // A sum of 125 over both ranks; averaged over 2, with a scale of 8.
+        let records = [of(27.0, 4.5), of(98.0, 3.0)];
+        for (norm, total) in [(NormType::P(1.0), 125.0), (NormType::P(3.0), 5.0), (NormType::Inf, 4.5)] {
+            let rule = VerdictRule { norm, max_norm: 0.125, ..RANKS };
+            let (scalars, report) = judged(&records, &rule, &ScalerRule::Constant { scale: 8.0 });
+            let expected: f64 = total / 16.0;
+            assert!((report.grad_norm.unwrap_or(0.0) - expected).abs() < 1e-15, "{norm:?}: {report:?}");
+            let factor = 1.0 / 16.0 * (0.125 / (expected + 1e-6));
+            assert!((f64::from(scalars.factor) - factor).abs() < 1e-9, "{norm:?}: {scalars:?}");
+        }
     }
 
     #[test]
@@ -261,6 +296,7 @@ mod tests {
             let report = judge(&records, &RANKS, &DYNAMIC, &mut scalars);
             scales.push((report.loss_scale, report.next_loss_scale, scalars.factor));
         }
+        assert_eq!(scalars.updates, 4, "a skipped step does not count");
         // Two good steps grow 8 to 16, one bad step halves it, two good ones grow it again. The factor unscales by the
         // scale that the step's gradients carried, over two ranks.
         let (both, none) = (1.0 / 16.0, 0.0);

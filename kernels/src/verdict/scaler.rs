@@ -10,7 +10,7 @@ impl Scalars {
             ScalerRule::Constant { scale } => (scale, 0),
             ScalerRule::Dynamic { initial, hysteresis, .. } => (initial, hysteresis),
         };
-        Self { factor: 0.0, skip: true, scale, growth_counter: 0, hysteresis }
+        Self { factor: 0.0, skip: true, scale, growth_counter: 0, hysteresis, updates: 0 }
     }
 
     /// Moves the scaler after a step that ended on its gradients' merits.

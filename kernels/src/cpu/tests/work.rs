@@ -3,12 +3,12 @@
 use half::{bf16, f16};
 
 use super::*;
-use crate::adam::AdamRow;
-use crate::norm::{NormPiece, Partial};
+use crate::adam::{AdamRow, AdamRows};
+use crate::norm::{NormPiece, NormType, Partial};
 use crate::verdict::{
     Average, HostVerdict, OnNonFinite, RankRecord, Report, Scalars, ScalerRule, Spoiled, VerdictRule,
 };
-use crate::work::{Adam, AdamSegment, Cast, Fold, NormPartials, Verdict};
+use crate::work::{Adam, AdamSegment, Cast, FindNonFinite, Fold, NormPartials, Verdict};
 
 /// Runs inline.
 fn run(device: &Arc<dyn Device>, work: Work) -> Result<(), DeviceError> {
@@ -59,15 +59,25 @@ impl Step {
         let optimizer = device.stream(StreamKind::Optimizer).unwrap();
         let reduce = device.stream(StreamKind::Reduce).unwrap();
         let piece = NormPiece { start: 0, end: NUMEL - 1, param: 4, counted: true };
-        let norm =
-            NormPartials { grad: self.grad.whole(), pieces: [piece].into(), ratio: 1.0, out: self.partial.whole() };
+        let norm = NormPartials {
+            grad: self.grad.whole(),
+            norm: NormType::default(),
+            pieces: [piece].into(),
+            ratio: 1.0,
+            out: self.partial.range(0, Partial::SHARD_BYTES),
+        };
         device.enqueue(reduce, Work::NormPartials(norm)).unwrap();
         let mine = self.records.range(rank * RankRecord::BYTES, (rank + 1) * RankRecord::BYTES);
         device.enqueue(reduce, Work::Fold(Fold { partials: self.partial.whole(), host, out: mine })).unwrap();
         comm.issue(reduce, all_gather(seq, &self.records, rank, ranks)).unwrap();
         device.wait(optimizer, &device.record(reduce)).unwrap();
         let report = Report::new();
-        let rule = VerdictRule { average: Average::Ranks(ranks), max_norm: 0.0, on_nonfinite: OnNonFinite::Skip };
+        let rule = VerdictRule {
+            average: Average::Ranks(ranks),
+            norm: NormType::default(),
+            max_norm: 0.0,
+            on_nonfinite: OnNonFinite::Skip,
+        };
         let verdict = Verdict {
             records: self.records.whole(),
             rule,
@@ -87,11 +97,11 @@ impl Step {
             scalars: self.scalars.whole(),
             ratio: 1.0,
             segments: [AdamSegment { start: 0, end: NUMEL - 1, group: 0 }].into(),
-            rows: [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, seq + 1)].into(),
+            rows: AdamRows::new(1, 1, [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, seq + 1)]),
         };
         device.enqueue(optimizer, Work::Adam(adam)).unwrap();
         done(&device.record(optimizer));
-        report.get().unwrap()
+        report.take(seq).unwrap()
     }
 }
 
@@ -133,7 +143,7 @@ fn a_step_goes_from_gradients_to_parameters_and_a_spoiled_one_nowhere() {
 
 #[test]
 fn work_that_does_not_fit_is_named() {
-    let adam = |b: &Buffer, end, group| {
+    let adam = |b: &Buffer, end, group, first| {
         let at = |i: usize| b.range(8 * i, 8 * i + 8);
         Work::Adam(Adam {
             grad: at(0),
@@ -145,15 +155,30 @@ fn work_that_does_not_fit_is_named() {
             scalars: b.range(64, 64 + Scalars::BYTES),
             ratio: 1.0,
             segments: [AdamSegment { start: 0, end, group }].into(),
-            rows: [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, 1)].into(),
+            rows: AdamRows::new(first, 1, [AdamRow::new(0.5, (0.9, 0.999), 1e-8, 0.0, false, 1)]),
         })
     };
     let norm = |b: &Buffer, end, out| {
         let piece = NormPiece { start: 0, end, param: 0, counted: true };
-        Work::NormPartials(NormPartials { grad: b.range(0, 8), pieces: [piece].into(), ratio: 1.0, out })
+        Work::NormPartials(NormPartials {
+            grad: b.range(0, 8),
+            norm: NormType::default(),
+            pieces: [piece].into(),
+            ratio: 1.0,
+            out,
+        })
+    };
+    let search = |b: &Buffer, end, out| {
+        let piece = NormPiece { start: 0, end, param: 0, counted: true };
+        Work::FindNonFinite(FindNonFinite { grad: b.range(0, 8), dtype: DType::F32, pieces: [piece].into(), out })
     };
     let verdict = |records, scalars| {
-        let rule = VerdictRule { average: Average::Ranks(1), max_norm: 0.0, on_nonfinite: OnNonFinite::Skip };
+        let rule = VerdictRule {
+            average: Average::Ranks(1),
+            norm: NormType::default(),
+            max_norm: 0.0,
+            on_nonfinite: OnNonFinite::Skip,
+        };
         Work::Verdict(Verdict { records, rule, scaler: ScalerRule::None, scalars, report: Report::new(), step: 0 })
     };
     let b = alone(None).alloc(1024, &[]).unwrap();
@@ -162,14 +187,17 @@ fn work_that_does_not_fit_is_named() {
         copy(b.range(0, 8), b.range(8, 12)),
         copy(b.range(0, 8), b.range(4, 12)),
         Work::Cast(Cast { src: b.range(0, 8), from: DType::F32, dst: b.range(8, 16), to: DType::F16 }),
-        norm(&b, 3, b.range(8, 8 + Partial::BYTES)),
+        norm(&b, 3, b.range(8, 8 + Partial::SHARD_BYTES)),
         norm(&b, 2, b.range(8, 12)),
+        search(&b, 3, b.range(8, 8 + Partial::LOCAL_BYTES)),
+        search(&b, 2, b.range(8, 12)),
         Work::Fold(Fold { partials: b.range(0, 5), host, out: b.range(64, 64 + RankRecord::BYTES) }),
         Work::Fold(Fold { partials: b.range(0, Partial::BYTES), host, out: b.range(64, 65) }),
         verdict(b.range(0, RankRecord::BYTES + 1), b.range(512, 512 + Scalars::BYTES)),
         verdict(b.range(0, RankRecord::BYTES), b.range(512, 513)),
-        adam(&b, 3, 0),
-        adam(&b, 2, 1),
+        adam(&b, 3, 0, 0),
+        adam(&b, 2, 1, 0),
+        adam(&b, 2, 0, 1),
     ];
     for work in misfits {
         let device = alone(None);
