@@ -3,7 +3,7 @@
 pub(crate) use gatherflow_actors::busy::{Busy, WARNING as BUSY_WARNING};
 pub(crate) use gatherflow_actors::plan::{
     Across, Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput,
-    Rank as PlanRank, ShardGroupSpec, UnitId, UnitSpec,
+    Rank as PlanRank, ShardGroupSpec, SumOver, UnitId, UnitSpec,
 };
 pub(crate) use gatherflow_actors::{
     Counters, Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session,

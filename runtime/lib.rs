@@ -70,7 +70,7 @@ mod shared;
 mod stop;
 
 pub use gatherflow_actors::busy::Busy;
-pub use gatherflow_actors::plan::{Across, BucketId, ParamId, Plan, PlanError, UnitId};
+pub use gatherflow_actors::plan::{Across, BucketId, ParamId, Plan, PlanError, SumOver, UnitId};
 pub use gatherflow_actors::{Counters, FirstGather, Overlap, StartParams, StepTimes};
 pub use gatherflow_kernels::verdict::{Average, OnNonFinite};
 pub use gatherflow_kernels::{DType, Element, Link};

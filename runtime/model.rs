@@ -8,8 +8,8 @@ mod description;
 use std::collections::{HashMap, HashSet};
 
 use crate::actors::{
-    Across, Alignment, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroupSpec, UnitId,
-    UnitSpec,
+    Across, Alignment, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroupSpec, SumOver,
+    UnitId, UnitSpec,
 };
 use crate::config::{Config, ConfigError};
 use crate::error::Error;
@@ -83,11 +83,15 @@ pub struct ParamOptions {
     /// Element type of its gradient; `None` takes the configuration's `grad_dtype`.
     pub grad_dtype: Option<DType>,
     /// Each model-parallel rank holds another part of it, so each counts in the norm. Every other parameter is the same on all
-    /// of them and must get the same gradient there. Without model-parallel ranks it changes nothing.
+    /// of them and must get the same gradient there, or parts of one ([`ParamOptions::sum_over`]). Without model-parallel ranks it changes nothing.
     pub tensor_parallel: bool,
-    /// Copies of one weight carry the same name here. Only frozen ones so far: a weight that several units train is registered
-    /// once and used with [`Model::use_param`].
+    /// Copies of one weight, on several chunks say, carry the same name here and are alike in all else. Trained copies start
+    /// from the values of the first one, each gets the sum of their gradients, and so they stay equal; the norm counts the first.
+    /// A weight that several units can read from one place is better registered once and used with [`Model::use_param`].
     pub shared: Option<String>,
+    /// Over which ranks its gradient is summed, beyond the average: a norm under sequence parallelism, of which each
+    /// model-parallel rank has a part of the gradient.
+    pub sum_over: SumOver,
     /// Gets a bucket of its own.
     pub shared_embedding: bool,
     /// Its shard group: which ranks share its shards.
@@ -102,6 +106,7 @@ impl Default for ParamOptions {
             grad_dtype: None,
             tensor_parallel: false,
             shared: None,
+            sum_over: SumOver::Nothing,
             shared_embedding: false,
             shard_group: ShardGroupId::ALL,
         }
@@ -180,16 +185,6 @@ pub enum ModelError {
         second: String,
         /// Its shape.
         second_shape: Vec<usize>,
-    },
-    /// The gradients of copies of one weight are not summed yet, so the copies would come apart.
-    #[error(
-        "`{second}` is to be a trainable copy of `{first}`, and copies are not kept equal yet: register the weight once and let the other unit use it with use_param"
-    )]
-    CopiesNotSummed {
-        /// The copy registered first.
-        first: String,
-        /// The other copy.
-        second: String,
     },
     /// A dimension is 0, or the product does not fit.
     #[error("parameter `{name}` has the impossible shape {shape:?}: every dimension must be at least 1")]
@@ -459,6 +454,7 @@ impl Model {
             shared_embedding: p.options.shared_embedding,
             tensor_parallel: p.options.tensor_parallel,
             shared: p.options.shared.clone(),
+            sum_over: p.options.sum_over,
             shard_group: p.options.shard_group.0 as usize,
             chunk: p.chunk.0 as usize,
         });
@@ -508,10 +504,7 @@ impl Model {
         let Some(shared) = &options.shared else { return Ok(()) };
         let Some(first) = self.shared.get(shared).map(|id| &self.params[id.index()]) else { return Ok(()) };
         if first.shape == shape {
-            if !options.trainable {
-                return Ok(());
-            }
-            return Err(ModelError::CopiesNotSummed { first: first.name.clone(), second: name.to_owned() });
+            return Ok(());
         }
         Err(ModelError::ShapesDisagree {
             shared: shared.clone(),

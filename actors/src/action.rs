@@ -26,6 +26,8 @@ pub enum Edge {
     E1,
     /// Norm partials after the reduce, the small all-gather after all partials, the verdict after it.
     E2,
+    /// A sum over the copies of a weight after the reduces of all of them (SPEC T0).
+    T0,
     /// Adam after the last read of the version it overwrites.
     E3,
     /// A gather after Adam of its bucket and after the last read of the old version.
@@ -50,6 +52,11 @@ pub enum Op {
         bucket: BucketId,
         /// What nobody wrote.
         params: Vec<ParamId>,
+    },
+    /// The sum of this rank's reduced shards of all copies of a weight, in each of them.
+    SumCopies {
+        /// An index into [`Plan::copies`](crate::plan::Plan::copies).
+        set: usize,
     },
     /// Norm partials of this rank's reduced shard.
     NormPartials {

@@ -48,7 +48,7 @@ impl Machines {
             buckets: plan.buckets().iter().map(bucket).collect(),
             prehook: PreHook::new(order.to_vec(), bytes, config.overlap, config.credits, plan.ranks() > 1)
                 .starting(config.first_gather),
-            optimizer: Optimizer::new(config.groups.clone(), order.to_vec()),
+            optimizer: Optimizer::new(config.groups.clone(), order.to_vec()).summing(plan.copies().to_vec()),
             communicator: Communicator::new(sequence, order.len(), config.check_order_every),
             supervisor: Supervisor::new(rank, plan.ranks()),
         }

@@ -10,6 +10,7 @@
 //! | `input`, `check`, `error` | the model as registered, and what is refused | fault 9 |
 //! | `ids`, `range` | newtypes, half-open ranges | L1 |
 //! | `groups` | how the ranks are divided: data-parallel, model-parallel, shard groups | L2, T2a |
+//! | `copies` | copies of one weight, whose reduced shards are summed | T0 |
 //! | `layout` | buffers, buckets, padding, frozen parameters | L2-L5, L8, L10 |
 //! | `order` | places, gather order, what each unit needs | L9, O1, C1 |
 //! | `owned` | a rank's pieces in four coordinates | L6, L7, T2a |
@@ -23,6 +24,7 @@
 //! another plan, as indexing does.
 
 mod check;
+mod copies;
 mod cost;
 mod describe;
 mod error;
@@ -43,7 +45,7 @@ use gatherflow_kernels::DType;
 pub use error::PlanError;
 pub use groups::{Across, JOB, MODEL_PARALLEL, ShardGroupPlan, ShardGroupSpec};
 pub use ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, Rank, UnitId, Version};
-pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, UnitSpec};
+pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, SumOver, UnitSpec};
 pub use layout::{BucketPlan, BufferPlan, FrozenPlan, Home, PARAM_ALIGN};
 pub use memory::{Allocation, Memory, Purpose};
 pub use order::UnitPlan;
@@ -81,6 +83,8 @@ pub struct ParamPlan {
     pub shared: Option<String>,
     /// The number of its shard group.
     pub shard_group: usize,
+    /// Over which ranks its gradient is summed beyond the average.
+    pub sum_over: SumOver,
     /// The chunk in which it was registered.
     pub chunk: usize,
     /// Where it lives.
@@ -106,6 +110,7 @@ pub struct Plan {
     buckets: Vec<BucketPlan>,
     frozen: Vec<FrozenPlan>,
     order: Vec<BucketId>,
+    copies: Vec<Vec<BucketId>>,
 }
 
 impl Plan {
@@ -134,21 +139,23 @@ impl Plan {
                 group: spec.group,
                 trainable: spec.trainable,
                 first_copy,
-                shared_embedding: spec.shared_embedding,
+                shared_embedding: layout.alone[index],
                 tensor_parallel: spec.tensor_parallel,
                 shared: spec.shared.clone(),
                 shard_group: spec.shard_group,
+                sum_over: spec.sum_over,
                 chunk: spec.chunk,
                 home,
                 units,
             }
         });
-        let params = params.collect();
+        let params: Vec<ParamPlan> = params.collect();
         let chunk_starts = std::iter::once(0).chain(input.chunks.iter().scan(0, |at, chunk| {
             *at += chunk.units.len();
             Some(*at)
         }));
         Ok(Self {
+            copies: copies::sets(&params),
             ranks: input.ranks,
             model_parallel: input.model_parallel,
             shard_groups: layout.shard_groups,

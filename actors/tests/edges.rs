@@ -48,12 +48,16 @@ fn a_plain_run_is_clean_in_every_mode() {
 
 #[test]
 fn leaving_out_the_waits_of_any_edge_is_found() {
-    for edge in [Edge::E1, Edge::E2, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
-        let scenario = Scenario { dropped_edge: Some(edge), ..Scenario::thorough() };
+    let grouped = || Scenario { shape: Shape::grouped(), ..Scenario::thorough() };
+    for edge in [Edge::E1, Edge::E2, Edge::T0, Edge::E3, Edge::E4, Edge::E5, Edge::E6] {
+        let scenario = if edge == Edge::T0 { grouped() } else { Scenario::thorough() };
+        let scenario = Scenario { dropped_edge: Some(edge), ..scenario };
         let violations = check(&scenario).expect_err(&format!("{edge:?} is missing and nothing was found"));
         assert!(violations.summary.races > 0, "{edge:?} must show as an unordered access: {violations}");
     }
-    check(&Scenario::thorough()).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
+    for scenario in [Scenario::thorough(), grouped()] {
+        check(&scenario).unwrap_or_else(|v| panic!("with all edges it is clean: {v}"));
+    }
 }
 
 #[test]

@@ -23,6 +23,8 @@ pub enum Work {
     Copy(Copy),
     /// Convert between element types.
     Cast(Cast),
+    /// Add to a sum.
+    Add(Add),
     /// Partial gradient norm, zero count and non-finite search over one shard.
     NormPartials(NormPartials),
     /// This rank's partials to its record for the small all-gather.
@@ -66,6 +68,15 @@ pub struct Cast {
     pub dst: BufRange,
     /// Element type of `dst`.
     pub to: DType,
+}
+
+/// `sum` gets its elements plus those of `part`, both f32; equal counts.
+#[derive(Clone, Debug)]
+pub struct Add {
+    /// Read.
+    pub part: BufRange,
+    /// Read and written.
+    pub sum: BufRange,
 }
 
 /// One read over a reduced shard (f32): see [`crate::norm`].
@@ -152,6 +163,7 @@ impl Work {
             Self::Fill(_) => "fill",
             Self::Copy(_) => "copy",
             Self::Cast(_) => "cast",
+            Self::Add(_) => "add",
             Self::NormPartials(_) => "norm partials",
             Self::Fold(_) => "fold",
             Self::Verdict(_) => "verdict",
@@ -168,6 +180,7 @@ impl Work {
             Self::Fill(_) => {}
             Self::Copy(w) => read(w.src),
             Self::Cast(w) => read(w.src),
+            Self::Add(w) => read(w.part),
             Self::NormPartials(w) => read(w.grad),
             Self::Fold(w) => read(w.partials),
             Self::Verdict(w) => read(w.records),
@@ -186,6 +199,7 @@ impl Work {
             Self::Fill(w) => write(w.dst),
             Self::Copy(w) => write(w.dst),
             Self::Cast(w) => write(w.dst),
+            Self::Add(w) => write(w.sum),
             Self::NormPartials(w) => write(w.out),
             Self::Fold(w) => write(w.out),
             Self::Verdict(w) => write(w.scalars),

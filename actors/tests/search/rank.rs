@@ -98,12 +98,14 @@ impl Rank {
         let (mode, credits) = setup.modes[me];
         let credits = Credits { buckets: credits.saturating_add(more), bytes: None };
         let prehook = PreHook::new(order.clone(), vec![4; n], mode, credits, setup.ranks() > 1);
+        // The first and the last bucket are copies of one weight.
+        let copies = if n > 1 { vec![vec![BucketId(0), BucketId::from_index(n - 1)]] } else { Vec::new() };
         Self {
             setup: setup.clone(),
             me,
             buckets: (0..n).map(bucket).collect(),
             prehook: Slot::new(prehook),
-            optimizer: Slot::new(Optimizer::new(Vec::new(), order)),
+            optimizer: Slot::new(Optimizer::new(Vec::new(), order).summing(copies)),
             communicator: Slot::new(Communicator::new(sequence, n, setup.compare_every)),
             supervisor: Slot::new(Supervisor::new(me, setup.ranks())),
             mail: vec![VecDeque::new(); n + 3],
