@@ -99,6 +99,22 @@ fn four_copies_of_the_model_on_two_ranks_each_with_experts_and_replicas_on_two()
     model_parallel_ranks_give_the_bits_of_the_reference(8, 2, 2);
 }
 
+/// Two weights with copies on two chunks, one of them with three.
+fn copies_give_the_bits_of_the_reference(ranks: usize) {
+    let net = Net::with_copies();
+    check(&Job { overflow: |step, rank| step == 2 && rank == 0, ..Job::new(&net, ranks, 6, &program) });
+}
+
+#[test]
+fn one_rank_with_copies_on_two_chunks() {
+    copies_give_the_bits_of_the_reference(1);
+}
+
+#[test]
+fn three_ranks_with_copies_on_two_chunks() {
+    copies_give_the_bits_of_the_reference(3);
+}
+
 macro_rules! on {
     ($($name:ident: $ranks:literal, $with_f16:literal;)+) => {
         $(#[test]
