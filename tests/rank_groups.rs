@@ -243,7 +243,7 @@ fn groups_that_do_not_fit_are_refused_by_name() {
 
 #[test]
 fn a_description_declares_shard_groups_and_names_those_that_it_does_not() {
-    let text = |name: &str| {
+    let text = |name: &str, sum_over: &str| {
         format!(
             r#"
             [[shard_group]]
@@ -255,16 +255,19 @@ fn a_description_declares_shard_groups_and_names_those_that_it_does_not() {
             [[chunk.unit]]
             name = "mlp"
             params = [
-                {{ name = "router", shape = [8], dtype = "f32" }},
+                {{ name = "norm", shape = [8], dtype = "f32", sum_over = "{sum_over}" }},
                 {{ name = "up", shape = [64, 8], dtype = "bf16", shard_group = "{name}" }},
             ]
         "#
         )
     };
-    let plan = Model::from_toml(&text("experts")).unwrap().plan(4, &config()).unwrap();
+    let plan = Model::from_toml(&text("experts", "model_parallel")).unwrap().plan(4, &config()).unwrap();
+    assert_eq!(plan.params()[0].sum_over, SumOver::ModelParallel);
     let printed = plan.describe();
     let line = "shard group experts: 2 ranks, the others hold other parameters, average over 4";
     assert!(printed.contains(line), "{printed}");
-    let error = Model::from_toml(&text("expert")).unwrap_err().to_string();
-    assert!(error.contains("`up`") && error.contains("`expert`"), "{error}");
+    let error = |name, sum_over| Model::from_toml(&text(name, sum_over)).unwrap_err().to_string();
+    let (group, sum) = (error("expert", "model_parallel"), error("experts", "everybody"));
+    assert!(group.contains("`up`") && group.contains("`expert`"), "{group}");
+    assert!(sum.contains("`norm`") && sum.contains("`everybody`"), "{sum}");
 }
