@@ -4,7 +4,7 @@ pub(crate) use gatherflow_actors::busy::{Busy, WARNING as BUSY_WARNING};
 pub(crate) use gatherflow_actors::drill::Drill;
 pub(crate) use gatherflow_actors::plan::{
     Across, Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput,
-    Rank as PlanRank, ShardGroupSpec, Storage, UnitId, UnitSpec,
+    Rank as PlanRank, ShardGroupSpec, Storage, SumOver, UnitId, UnitSpec,
 };
 pub(crate) use gatherflow_actors::{
     Counters, Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session,

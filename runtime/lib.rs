@@ -70,7 +70,7 @@ mod shared;
 mod stop;
 
 pub use gatherflow_actors::busy::Busy;
-pub use gatherflow_actors::plan::{Across, BucketId, ParamId, Plan, PlanError, Storage, UnitId};
+pub use gatherflow_actors::plan::{Across, BucketId, ParamId, Plan, PlanError, Storage, SumOver, UnitId};
 pub use gatherflow_actors::{Counters, FirstGather, Overlap, Skip, StartParams, StepTimes};
 pub use gatherflow_kernels::norm::NormType;
 pub use gatherflow_kernels::verdict::{Average, OnNonFinite};

@@ -4,14 +4,16 @@
 //! thing and says what to do.
 
 mod description;
+mod error;
 
 use std::collections::{HashMap, HashSet};
 
 use crate::actors::{
-    Across, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanError, PlanInput, ShardGroupSpec, UnitId, UnitSpec,
+    Across, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanInput, ShardGroupSpec, SumOver, UnitId, UnitSpec,
 };
 use crate::config::{Config, ConfigError};
 use crate::error::Error;
+pub use error::ModelError;
 
 /// Names a model chunk (a virtual pipeline stage), in forward order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -47,7 +49,8 @@ pub struct ShardGroup {
     /// each other. Of experts, every rank of a group must start from the same values.
     pub across: Across,
     /// Gradients are divided by this number of ranks. `None`: by as many as add up, all of them for replicas, the group's own for
-    /// experts. Where experts see the tokens of all ranks, give the number of all ranks.
+    /// experts. Where experts see the tokens of all ranks, give the number of all ranks. With `average = "weight"` a
+    /// rank counts with the mean weight of all.
     pub average_over: Option<usize>,
 }
 
@@ -82,11 +85,15 @@ pub struct ParamOptions {
     /// Element type of its gradient; `None` takes the configuration's `grad_dtype`.
     pub grad_dtype: Option<DType>,
     /// Each model-parallel rank holds another part of it, so each counts in the norm. Every other parameter is the same on all
-    /// of them and must get the same gradient there. Without model-parallel ranks it changes nothing.
+    /// of them and must get the same gradient there, or parts of one ([`ParamOptions::sum_over`]). Without model-parallel ranks it changes nothing.
     pub tensor_parallel: bool,
-    /// Copies of one weight carry the same name here. Only frozen ones so far: a weight that several units train is registered
-    /// once and used with [`Model::use_param`].
+    /// Copies of one weight, on several chunks say, carry the same name here and are alike in all else. Trained copies start
+    /// from the values of the first one, each gets the sum of their gradients, and so they stay equal; the norm counts the first.
+    /// A weight that several units can read from one place is better registered once and used with [`Model::use_param`].
     pub shared: Option<String>,
+    /// Over which ranks its gradient is summed, beyond the average: a norm under sequence parallelism, of which each
+    /// model-parallel rank has a part of the gradient.
+    pub sum_over: SumOver,
     /// Gets a bucket of its own.
     pub shared_embedding: bool,
     /// Its shard group: which ranks share its shards.
@@ -101,6 +108,7 @@ impl Default for ParamOptions {
             grad_dtype: None,
             tensor_parallel: false,
             shared: None,
+            sum_over: SumOver::Nothing,
             shared_embedding: false,
             shard_group: ShardGroupId::ALL,
         }
@@ -140,111 +148,6 @@ pub(crate) struct UnitInfo {
     pub(crate) name: String,
     pub(crate) chunk: ChunkId,
     pub(crate) params: Vec<ParamId>,
-}
-
-/// The model was refused.
-#[derive(Clone, Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ModelError {
-    /// The same name again.
-    #[error(
-        "parameter `{name}` is registered twice, with shapes {first:?} and {second:?}: register it once, and let other units use it with use_param"
-    )]
-    RegisteredTwice {
-        /// The name.
-        name: String,
-        /// The shape at first.
-        first: Vec<usize>,
-        /// The shape now.
-        second: Vec<usize>,
-    },
-    /// The same unit name again.
-    #[error("unit `{name}` is registered twice: give each unit a name of its own")]
-    UnitTwice {
-        /// The name.
-        name: String,
-    },
-    /// Copies of one weight must be equal in shape.
-    #[error(
-        "shapes disagree: `{first}` has {first_shape:?} but `{second}` has {second_shape:?}, and both are copies of `{shared}`"
-    )]
-    ShapesDisagree {
-        /// What they are copies of.
-        shared: String,
-        /// The copy registered first.
-        first: String,
-        /// Its shape.
-        first_shape: Vec<usize>,
-        /// The other copy.
-        second: String,
-        /// Its shape.
-        second_shape: Vec<usize>,
-    },
-    /// The gradients of copies of one weight are not summed yet, so the copies would come apart.
-    #[error(
-        "`{second}` is to be a trainable copy of `{first}`, and copies are not kept equal yet: register the weight once and let the other unit use it with use_param"
-    )]
-    CopiesNotSummed {
-        /// The copy registered first.
-        first: String,
-        /// The other copy.
-        second: String,
-    },
-    /// A dimension is 0, or the product does not fit.
-    #[error("parameter `{name}` has the impossible shape {shape:?}: every dimension must be at least 1")]
-    BadShape {
-        /// Which parameter.
-        name: String,
-        /// Its shape.
-        shape: Vec<usize>,
-    },
-    /// The dtype is none that can be trained.
-    #[error("parameter `{name}` has the unsupported dtype `{dtype}`: use f32, bf16 or f16")]
-    UnsupportedDType {
-        /// Which parameter.
-        name: String,
-        /// What was given.
-        dtype: String,
-    },
-    /// An id that this model did not give out.
-    #[error("there is no {what} {id} in this model; use the ids that its registration returned")]
-    Unknown {
-        /// `chunk`, `unit`, `parameter`, `group` or `shard group`.
-        what: &'static str,
-        /// The number.
-        id: u32,
-    },
-    /// Units are numbered in forward order.
-    #[error(
-        "unit `{unit}` of chunk {chunk} is registered after a unit of chunk {last}: register in forward order, chunk by chunk"
-    )]
-    OutOfOrder {
-        /// Which unit.
-        unit: String,
-        /// Its chunk.
-        chunk: u32,
-        /// The chunk registered last.
-        last: u32,
-    },
-    /// A hyperparameter out of range.
-    #[error("group {group}: {what} = {value:?} is out of range")]
-    BadGroup {
-        /// Which group.
-        group: u32,
-        /// Which hyperparameter.
-        what: &'static str,
-        /// Its value.
-        value: f64,
-    },
-    /// A model description that is no TOML, or has other fields.
-    #[error("the model description cannot be read: {reason}")]
-    Description {
-        /// What is wrong, with the line.
-        reason: String,
-    },
-    /// The plan refused it.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
 }
 
 /// Chunks, units and parameters in forward order, and optimizer groups.
@@ -459,6 +362,7 @@ impl Model {
             shared_embedding: p.options.shared_embedding,
             tensor_parallel: p.options.tensor_parallel,
             shared: p.options.shared.clone(),
+            sum_over: p.options.sum_over,
             shard_group: p.options.shard_group.0 as usize,
             chunk: p.chunk.0 as usize,
         });
@@ -509,10 +413,7 @@ impl Model {
         let Some(shared) = &options.shared else { return Ok(()) };
         let Some(first) = self.shared.get(shared).map(|id| &self.params[id.index()]) else { return Ok(()) };
         if first.shape == shape {
-            if !options.trainable {
-                return Ok(());
-            }
-            return Err(ModelError::CopiesNotSummed { first: first.name.clone(), second: name.to_owned() });
+            return Ok(());
         }
         Err(ModelError::ShapesDisagree {
             shared: shared.clone(),

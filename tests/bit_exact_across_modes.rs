@@ -180,6 +180,22 @@ fn steps_that_begin_while_several_verdicts_are_unknown_use_the_rows_of_the_updat
     }
 }
 
+/// Two weights with copies on two chunks, one of them with three.
+fn copies_give_the_bits_of_the_reference(ranks: usize) {
+    let net = Net::with_copies();
+    check(&Job { overflow: |step, rank| step == 2 && rank == 0, ..Job::new(&net, ranks, 6, &program) });
+}
+
+#[test]
+fn one_rank_with_copies_on_two_chunks() {
+    copies_give_the_bits_of_the_reference(1);
+}
+
+#[test]
+fn three_ranks_with_copies_on_two_chunks() {
+    copies_give_the_bits_of_the_reference(3);
+}
+
 macro_rules! on {
     ($($name:ident: $ranks:literal, $with_f16:literal;)+) => {
         $(#[test]

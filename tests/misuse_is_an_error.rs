@@ -351,12 +351,27 @@ fn ranks_with_different_learning_rates_learn_which_group_differs() {
 }
 
 #[test]
-fn a_trainable_copy_of_a_weight_is_refused_until_copies_are_kept_equal() {
-    let mut model = gatherflow::Model::new();
-    let chunk = model.chunk();
-    let unit = model.unit(chunk, "u").unwrap();
-    let copy = || gatherflow::ParamOptions { shared: Some("table".into()), ..gatherflow::ParamOptions::default() };
-    model.param_with(unit, "first", &[8], gatherflow::DType::F32, copy()).unwrap();
-    let refused = model.param_with(unit, "second", &[8], gatherflow::DType::F32, copy()).unwrap_err();
-    assert!(refused.to_string().contains("`second`") && refused.to_string().contains("use_param"), "{refused}");
+fn copies_of_a_weight_that_could_not_stay_equal_are_refused_by_name() {
+    use gatherflow::{Config, DType, Error, Group, GroupId, Model, ParamOptions, SumOver};
+    let copy = || ParamOptions { shared: Some("table".into()), ..ParamOptions::default() };
+    let second = |shape: &[usize], dtype, options: ParamOptions| -> Result<(), Error> {
+        let mut model = Model::new();
+        model.group(Group::default())?;
+        let chunk = model.chunk();
+        let unit = model.unit(chunk, "u")?;
+        model.param_with(unit, "first", &[8], DType::F32, copy())?;
+        model.param_with(unit, "second", shape, dtype, options)?;
+        model.plan(2, &Config::new()).map(drop)
+    };
+    assert!(second(&[8], DType::F32, ParamOptions { grad_dtype: Some(DType::Bf16), ..copy() }).is_ok());
+    for (what, refused) in [
+        ("shapes disagree", second(&[9], DType::F32, copy())),
+        ("dtype", second(&[8], DType::Bf16, copy())),
+        ("group", second(&[8], DType::F32, ParamOptions { group: GroupId(1), ..copy() })),
+        ("trainable", second(&[8], DType::F32, ParamOptions { trainable: false, ..copy() })),
+        ("summed over", second(&[8], DType::F32, ParamOptions { sum_over: SumOver::ModelParallel, ..copy() })),
+    ] {
+        let text = refused.unwrap_err().to_string();
+        assert!([what, "`first`", "`second`"].iter().all(|word| text.contains(word)), "{text}");
+    }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use gatherflow::{
     Across, Config, DType, Engine, Error, ErrorKind, Model, ModelError, ParamMut, ParamOptions, Rank, Ranks,
-    ShardGroup, ShardGroupId, StartParams,
+    ShardGroup, ShardGroupId, StartParams, SumOver,
 };
 
 /// A dense parameter and one that is divided among two ranks.
@@ -109,6 +109,8 @@ fn first_outcomes(ranks: usize, model_parallel: usize, value: f32) -> (Vec<gathe
     };
     let (experts, replicas) = (group("experts", Across::Experts), group("replicas", Across::Replicas));
     let split = ParamOptions { tensor_parallel: true, ..ParamOptions::default() };
+    let copy = || ParamOptions { shared: Some("shared".into()), ..ParamOptions::default() };
+    let summed = ParamOptions { sum_over: SumOver::ModelParallel, ..ParamOptions::default() };
     let chunk = model.chunk();
     let unit = model.unit(chunk, "unit").unwrap();
     // Name, elements on each rank, and how often they exist.
@@ -119,6 +121,9 @@ fn first_outcomes(ranks: usize, model_parallel: usize, value: f32) -> (Vec<gathe
         ("replicas", 33, replicas, 1),
         ("split experts", 7, ParamOptions { tensor_parallel: true, ..experts }, model_parallel * d / size),
         ("frozen", 50, ParamOptions { trainable: false, ..ParamOptions::default() }, 0),
+        ("copy", 90, copy(), 1),
+        ("other copy", 90, copy(), 0),
+        ("summed", 20, summed, 1),
     ];
     let logical = params.iter().map(|(_, numel, _, times)| (numel * times) as u64).sum();
     for (name, numel, options, _) in params {
@@ -132,7 +137,10 @@ fn first_outcomes(ranks: usize, model_parallel: usize, value: f32) -> (Vec<gathe
         let back = pass.backward(unit).unwrap();
         for param in engine.params().iter().filter(|param| param.options.trainable) {
             let mut gradient = back.grad::<f32>(param.id).unwrap();
-            gradient.fill(value);
+            // What adds up, over two copies or the model-parallel ranks, has its part here.
+            let copies = if param.options.shared.is_some() { 2 } else { 1 };
+            let parts = if param.options.sum_over == SumOver::ModelParallel { model_parallel } else { 1 };
+            gradient.fill(value / (copies * parts) as f32);
             gradient.complete();
         }
         back.leave().unwrap();
@@ -235,7 +243,7 @@ fn groups_that_do_not_fit_are_refused_by_name() {
 
 #[test]
 fn a_description_declares_shard_groups_and_names_those_that_it_does_not() {
-    let text = |name: &str| {
+    let text = |name: &str, sum_over: &str| {
         format!(
             r#"
             [[shard_group]]
@@ -247,16 +255,19 @@ fn a_description_declares_shard_groups_and_names_those_that_it_does_not() {
             [[chunk.unit]]
             name = "mlp"
             params = [
-                {{ name = "router", shape = [8], dtype = "f32" }},
+                {{ name = "norm", shape = [8], dtype = "f32", sum_over = "{sum_over}" }},
                 {{ name = "up", shape = [64, 8], dtype = "bf16", shard_group = "{name}" }},
             ]
         "#
         )
     };
-    let plan = Model::from_toml(&text("experts")).unwrap().plan(4, &config()).unwrap();
+    let plan = Model::from_toml(&text("experts", "model_parallel")).unwrap().plan(4, &config()).unwrap();
+    assert_eq!(plan.params()[0].sum_over, SumOver::ModelParallel);
     let printed = plan.describe();
     let line = "shard group experts: 2 ranks, the others hold other parameters, average over 4";
     assert!(printed.contains(line), "{printed}");
-    let error = Model::from_toml(&text("expert")).unwrap_err().to_string();
-    assert!(error.contains("`up`") && error.contains("`expert`"), "{error}");
+    let error = |name, sum_over| Model::from_toml(&text(name, sum_over)).unwrap_err().to_string();
+    let (group, sum) = (error("expert", "model_parallel"), error("experts", "everybody"));
+    assert!(group.contains("`up`") && group.contains("`expert`"), "{group}");
+    assert!(sum.contains("`norm`") && sum.contains("`everybody`"), "{sum}");
 }

@@ -27,6 +27,8 @@ pub enum Edge {
     /// Norm partials after the reduce, the small all-gather after all partials, the verdict after it, and what the executor
     /// reads of the verdict after that.
     E2,
+    /// A sum over the copies of a weight after the reduces of all of them (SPEC T0).
+    T0,
     /// Adam after the last read of the version it overwrites.
     E3,
     /// A gather after Adam of its bucket and after the last read of the old version.
@@ -64,6 +66,11 @@ pub enum Op {
     FindNonFinite {
         /// The bucket whose reduce comes next.
         bucket: BucketId,
+    },
+    /// The sum of this rank's reduced shards of all copies of a weight, in each of them.
+    SumCopies {
+        /// An index into [`Plan::copies`](crate::plan::Plan::copies).
+        set: usize,
     },
     /// Norm partials of this rank's reduced shard.
     NormPartials {

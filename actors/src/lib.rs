@@ -8,7 +8,7 @@
 //! | [`plan`] | the whole static layout: buffers, buckets, shards, places, the order of gathers |
 //! | [`bucket`] | one per bucket: readiness of its parameters and gradients (rule V1) |
 //! | [`prehook`] | where forward is; demand and credits (rule C1) |
-//! | [`optimizer`] | norm, verdict, fused Adam |
+//! | [`optimizer`], `copies` | sums over copies, norm, verdict, fused Adam |
 //! | [`communicator`], [`sequence`] | the one order of all collectives (rules O1, O2) |
 //! | [`supervisor`], [`control`] | the first cause, deadlines, and what ranks tell each other |
 //! | [`busy`] | ranks that evaluate or save while others wait for them |
@@ -25,6 +25,7 @@ pub mod bucket;
 pub mod busy;
 pub mod communicator;
 pub mod control;
+mod copies;
 #[doc(hidden)]
 pub mod drill;
 pub mod face;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use gatherflow_kernels::norm::{NormPiece, Partial};
 use gatherflow_kernels::verdict::{RankRecord, Report, Scalars, ScalerRule, VerdictRule};
-use gatherflow_kernels::work::{Adam, AdamSegment, Cast, Copy, Fill, FindNonFinite, Fold, NormPartials, Verdict};
+use gatherflow_kernels::work::{Adam, AdamSegment, Add, Cast, Copy, Fill, FindNonFinite, Fold, NormPartials, Verdict};
 use gatherflow_kernels::{
     BufRange, Buffer, Collective, CollectiveKey, CollectiveKind, CollectiveOp, DType, Device, DeviceError, Members,
     Work,
@@ -245,6 +245,16 @@ impl Lowering {
                     pieces: memory.whole_pieces.clone(),
                     out: memory.partial.sub(Partial::SHARD_BYTES, Partial::BYTES),
                 }));
+            }
+            Op::SumCopies { set } => {
+                let mut shards = self.plan.copies()[*set].iter().map(|bucket| self.bucket(*bucket).reduced);
+                let Some(sum) = shards.next() else { return };
+                for part in shards.clone() {
+                    push(Work::Add(Add { part, sum }));
+                }
+                for dst in shards {
+                    push(Work::Copy(Copy { src: sum, dst }));
+                }
             }
             Op::NormPartials { bucket } => {
                 let memory = self.bucket(*bucket);

@@ -52,7 +52,9 @@ impl Machines {
             prehook: PreHook::new(order.to_vec(), bytes, config.overlap, config.credits, plan.ranks() > 1)
                 .starting(config.first_gather)
                 .in_calls(plan.call_ends().to_vec()),
-            optimizer: Optimizer::new(config.groups.clone(), order.to_vec()).deciding(config.skip),
+            optimizer: Optimizer::new(config.groups.clone(), order.to_vec())
+                .deciding(config.skip)
+                .summing(plan.copies().to_vec()),
             communicator: Communicator::new(sequence, order.len(), config.check_order_every),
             supervisor: Supervisor::new(rank, plan.ranks()),
         }

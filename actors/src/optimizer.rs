@@ -2,9 +2,9 @@
 //!
 //! Owns the groups' hyperparameters and their step counts t. Hears from the executor (step), the buckets (shard reduced),
 //! the communicator (the small all-gather is issued) and the device (verdict). Enqueues, in this order: norm partials
-//! behind each reduce (edge E2), the fold behind all partials, the verdict behind the small all-gather, and Adam of every
-//! bucket behind the last reads of the version it overwrites (edge E3). The verdict moves the loss scale, so it comes behind the
-//! executor's read of that (edge E7).
+//! behind each reduce (edge E2), for copies of a weight behind their sum, and that behind the last of their reduces (edge T0);
+//! the fold behind all partials, the verdict behind the small all-gather, and Adam of every bucket behind the last reads of the
+//! version it overwrites (edge E3). The verdict moves the loss scale, so it comes behind the executor's read of that (edge E7).
 //!
 //! Adam reads the verdict on the device. Where the host decides a skip ([`Skip::Host`]) it is told before it lets gathers go,
 //! and a skipped step has none. Where the device decides ([`Skip::Device`]) the step is over for the host once Adam is enqueued:
@@ -23,6 +23,7 @@ use gatherflow_kernels::verdict::{HostVerdict, StepReport};
 use crate::action::{Action, Edge, Letter, Machine, Op, Publication, StepOutcome, WrongTransition};
 use crate::bucket::BucketMsg;
 use crate::communicator::CommunicatorMsg;
+use crate::copies::Copies;
 use crate::plan::{BucketId, ParamId};
 use crate::prehook::PreHookMsg;
 
@@ -121,7 +122,7 @@ pub enum OptimizerMsg {
         /// Behind the bucket's last gather, which reads the shard that Adam overwrites.
         gathered: Event,
     },
-    /// Own feedback: norm partials were enqueued.
+    /// Own feedback: norm partials, or a sum before them, were enqueued.
     PartialsEnqueued,
     /// Own feedback: the fold was enqueued.
     Folded {
@@ -181,6 +182,7 @@ pub struct Optimizer {
     judging: VecDeque<(u64, Vec<LrRow>)>,
     /// Buckets in gather order: the order of Adam.
     order: Vec<BucketId>,
+    copies: Copies,
     step: u64,
     phase: Phase,
     reduced: usize,
@@ -206,6 +208,7 @@ impl Optimizer {
             adam: Vec::with_capacity(order.len()),
             gathered: vec![None; order.len()],
             order,
+            copies: Copies::default(),
             step: 0,
             phase: Phase::Reducing,
             reduced: 0,
@@ -219,6 +222,12 @@ impl Optimizer {
     #[must_use]
     pub fn deciding(self, skip: Skip) -> Self {
         Self { skip, ..self }
+    }
+
+    /// The same, which sums the reduced shards of each of these sets of buckets.
+    #[must_use]
+    pub fn summing(self, copies: Vec<Vec<BucketId>>) -> Self {
+        Self { copies: Copies::new(copies), ..self }
     }
 
     /// Successful steps so far, per group.
@@ -257,6 +266,19 @@ impl Optimizer {
         }
         self.start = Some(start);
         self.fold_if_complete(actions);
+    }
+
+    /// Norm partials of a reduced shard; of copies once they are summed, behind the sum on the same stream.
+    fn measure(&mut self, bucket: BucketId, event: Event, actions: &mut Vec<Action>) {
+        let Some(set) = self.copies.set_of(bucket) else {
+            actions.push(Action::Enqueue { op: Op::NormPartials { bucket }, after: vec![(Edge::E2, event)] });
+            return;
+        };
+        if let Some((after, buckets)) = self.copies.reduced(set, event) {
+            actions.push(Action::Enqueue { op: Op::SumCopies { set }, after });
+            let partials = |bucket: &BucketId| Op::NormPartials { bucket: *bucket };
+            actions.extend(buckets.iter().map(partials).map(|op| Action::Enqueue { op, after: Vec::new() }));
+        }
     }
 
     /// Once every shard is reduced and `step` was called: this rank's record, for the small all-gather.
@@ -371,7 +393,7 @@ impl Machine for Optimizer {
             {
                 self.reduced += 1;
                 self.gathered[bucket.0 as usize] = Some(gathered);
-                actions.push(Action::Enqueue { op: Op::NormPartials { bucket }, after: vec![(Edge::E2, event)] });
+                self.measure(bucket, event, actions);
                 self.fold_if_complete(actions);
             }
             (OptimizerMsg::PartialsEnqueued, Phase::Reducing | Phase::Exchanging) => {}
@@ -402,7 +424,7 @@ impl Machine for Optimizer {
 
     fn enqueued(op: Op, event: Event) -> Option<OptimizerMsg> {
         match op {
-            Op::NormPartials { .. } => Some(OptimizerMsg::PartialsEnqueued),
+            Op::SumCopies { .. } | Op::NormPartials { .. } => Some(OptimizerMsg::PartialsEnqueued),
             Op::Fold { .. } => Some(OptimizerMsg::Folded { event }),
             Op::Verdict { step } => Some(OptimizerMsg::Judged { step, event }),
             Op::Adam { bucket, .. } => Some(OptimizerMsg::AdamEnqueued { bucket, event }),
@@ -483,6 +505,7 @@ mod tests {
             Action::Enqueue { op: Op::NormPartials { bucket }, after } => {
                 format!("partials {}{}", bucket.0, ids(after))
             }
+            Action::Enqueue { op: Op::SumCopies { set }, after } => format!("sum {set}{}", ids(after)),
             Action::Enqueue { op: Op::Fold { .. }, after } => format!("fold{}", ids(after)),
             Action::Enqueue { op: Op::Verdict { step }, after } => format!("verdict {step}{}", ids(after)),
             Action::Enqueue { op: Op::Adam { bucket, rows }, after } => {
@@ -531,6 +554,22 @@ mod tests {
             "outcome 0 lr [0.1, 0.5] t [1, 1]",
         ];
         assert_eq!(say(&mut o, verdict(0, true)), finished, "buckets hear of it before the pre-hook lets them go");
+    }
+
+    #[test]
+    fn copies_are_summed_behind_the_last_of_their_reduces_and_measured_behind_the_sum() {
+        let copies = || vec![vec![BucketId(0), BucketId(2)]];
+        let mut o = optimizer(3).summing(copies());
+        for number in 0..2 {
+            assert!(say(&mut o, reduced(number, 2)).is_empty(), "its copy is to come");
+            assert_eq!(say(&mut o, reduced(number, 1)), ["partials 1 E2:11"]);
+            say(&mut o, step(number, vec![]));
+            let words = say(&mut o, reduced(number, 0));
+            assert_eq!(words[..3], ["sum 0 T0:12 T0:10", "partials 0", "partials 2"]);
+            assert_eq!(words[3], "fold");
+            say(&mut o, small(number));
+            say(&mut o, verdict(number, number == 1));
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@
 //! | `input`, `check`, `error` | the model as registered, and what is refused | fault 9 |
 //! | `ids`, `range` | newtypes, half-open ranges | L1 |
 //! | `groups` | how the ranks are divided: data-parallel, model-parallel, shard groups | L2, T2a |
+//! | `copies` | copies of one weight, whose reduced shards are summed | T0 |
 //! | `layout` | buffers, buckets, padding, frozen parameters | L2-L5, L8, L10 |
 //! | `order` | places, gather order, what each unit needs | L9, O1, C1 |
 //! | `calls` | gathers that are issued together | C1 |
@@ -25,6 +26,7 @@
 
 mod calls;
 mod check;
+mod copies;
 mod cost;
 mod describe;
 mod error;
@@ -45,7 +47,7 @@ use gatherflow_kernels::DType;
 pub use error::PlanError;
 pub use groups::{Across, JOB, MODEL_PARALLEL, ShardGroupPlan, ShardGroupSpec};
 pub use ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, Rank, UnitId, Version};
-pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, Storage, UnitSpec};
+pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, Storage, SumOver, UnitSpec};
 pub use layout::{BucketPlan, BufferPlan, FrozenPlan, Home, PARAM_ALIGN};
 pub use memory::{Allocation, Memory, Purpose};
 pub use order::UnitPlan;
@@ -83,6 +85,8 @@ pub struct ParamPlan {
     pub shared: Option<String>,
     /// The number of its shard group.
     pub shard_group: usize,
+    /// Over which ranks its gradient is summed beyond the average.
+    pub sum_over: SumOver,
     /// The chunk in which it was registered.
     pub chunk: usize,
     /// Where it lives.
@@ -110,6 +114,7 @@ pub struct Plan {
     frozen: Vec<FrozenPlan>,
     order: Vec<BucketId>,
     call_ends: Vec<u32>,
+    copies: Vec<Vec<BucketId>>,
 }
 
 impl Plan {
@@ -138,21 +143,23 @@ impl Plan {
                 group: spec.group,
                 trainable: spec.trainable,
                 first_copy,
-                shared_embedding: spec.shared_embedding,
+                shared_embedding: layout.alone[index],
                 tensor_parallel: spec.tensor_parallel,
                 shared: spec.shared.clone(),
                 shard_group: spec.shard_group,
+                sum_over: spec.sum_over,
                 chunk: spec.chunk,
                 home,
                 units,
             }
         });
-        let params = params.collect();
+        let params: Vec<ParamPlan> = params.collect();
         let chunk_starts = std::iter::once(0).chain(input.chunks.iter().scan(0, |at, chunk| {
             *at += chunk.units.len();
             Some(*at)
         }));
         Ok(Self {
+            copies: copies::sets(&params),
             ranks: input.ranks,
             model_parallel: input.model_parallel,
             shard_groups: layout.shard_groups,

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Purpose, Range, Rank,
-    ShardGroupSpec, Storage, UnitId, UnitSpec,
+    Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, MODEL_PARALLEL, ParamId, ParamSpec, Plan, PlanInput,
+    Purpose, Range, Rank, ShardGroupSpec, Storage, SumOver, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
 
@@ -222,14 +222,60 @@ fn the_norm_counts_first_copies_and_leaves_duplicates_to_model_parallel_rank_0()
     let mut input = input(2, params, &[&[&[0, 1, 2, 3, 4, 5]]]);
     input.model_parallel = 2;
     let plan = Plan::new(&input).unwrap();
+    // Copies have buckets of their own.
+    assert_eq!(plan.buckets().iter().map(|b| b.params.len()).collect::<Vec<_>>(), [1, 1, 1, 2, 1]);
     let counted = |rank: usize| -> Vec<u32> {
-        let pieces = plan.norm_pieces(Rank(rank), BucketId(0));
+        let pieces: Vec<_> = plan.buckets().iter().flat_map(|b| plan.norm_pieces(Rank(rank), b.id)).collect();
         let mut counted: Vec<u32> = pieces.iter().filter(|p| p.counted).map(|p| p.param).collect();
         assert_eq!(pieces.len(), 6, "the non-finite search reads all of them");
         counted.sort_unstable();
         counted
     };
     assert_eq!((counted(0), counted(1)), (vec![0, 1, 2, 4], vec![2, 4]));
+}
+
+#[test]
+fn copies_of_a_weight_have_buckets_of_their_own_whose_shards_line_up() {
+    let copy =
+        |name: &str, grad_dtype, chunk| ParamSpec { shared: Some("emb".into()), grad_dtype, chunk, ..bf16(name, 300) };
+    let params = vec![
+        bf16("a", 10),
+        copy("in", DType::F32, 0),
+        bf16("b", 10),
+        ParamSpec { chunk: 1, ..bf16("c", 10) },
+        copy("out", DType::Bf16, 1),
+        ParamSpec { shared: Some("alone".into()), chunk: 1, ..bf16("d", 10) },
+    ];
+    let mut input = input(3, params, &[&[&[0, 1, 2]], &[&[3, 4, 5]]]);
+    let plan = Plan::new(&input).unwrap();
+    let named = |buckets: &[BucketId]| {
+        let params = buckets.iter().flat_map(|b| &plan.bucket(*b).params);
+        params.map(|p| plan.param(*p).name.as_str()).collect::<Vec<_>>()
+    };
+    assert_eq!(plan.copies().len(), 1, "a single one is no copy");
+    assert_eq!(named(&plan.copies()[0]), ["in", "out"]);
+    let shards: Vec<_> = plan.copies()[0].iter().map(|b| plan.owned(Rank(2), *b)).collect();
+    assert_eq!(shards[0][0].in_param, shards[1][0].in_param);
+    assert_eq!(shards[0][0].in_shard, shards[1][0].in_shard);
+    assert!(plan.describe().contains("copies of emb: buckets "), "{}", plan.describe());
+    // Frozen copies are in no bucket, and nothing is summed.
+    input.params.iter_mut().for_each(|param| param.trainable = param.shared.is_none());
+    assert!(Plan::new(&input).unwrap().copies().is_empty());
+}
+
+#[test]
+fn what_is_summed_over_model_parallel_ranks_is_in_buffers_apart() {
+    let summed = |name: &str| ParamSpec { sum_over: SumOver::ModelParallel, ..f32(name, 10) };
+    let mut input = input(4, vec![f32("a", 10), summed("norm"), f32("b", 10), summed("norm b")], &[&[&[0, 1, 2, 3]]]);
+    let sums = |input: &PlanInput| {
+        let plan = Plan::new(input).unwrap();
+        plan.buckets().iter().map(|b| (b.params.len(), plan.sum_groups(b.id)[0])).collect::<Vec<_>>()
+    };
+    assert_eq!(sums(&input), [(2, 0), (2, 0)], "one rank has the whole sum");
+    input.model_parallel = 2;
+    assert_eq!(sums(&input), [(2, 0), (2, MODEL_PARALLEL)]);
+    let members = |rank| Plan::new(&input).unwrap().members(Rank(rank), MODEL_PARALLEL).ranks(4).collect::<Vec<_>>();
+    assert_eq!((members(0), members(3)), (vec![0, 1], vec![2, 3]));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 use gatherflow_actors::plan::{
     Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, PARAM_ALIGN, ParamId, ParamSpec, Plan, PlanInput, Purpose,
-    Rank, ShardGroupSpec, Storage, UnitId, UnitSpec,
+    Rank, ShardGroupSpec, Storage, SumOver, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
 use proptest::prelude::*;
@@ -22,7 +22,7 @@ fn param() -> impl Strategy<Value = ParamSpec> {
         3 => prop::sample::select(vec![vec![1], vec![3], vec![63], vec![64], vec![65], vec![7, 5]]),
         2 => (1_usize..3000).prop_map(|n| vec![n]),
     ];
-    let marks = (prop::bool::weighted(0.9), prop::bool::weighted(0.1), any::<bool>());
+    let marks = (prop::bool::weighted(0.9), prop::bool::weighted(0.1), any::<bool>(), prop::bool::weighted(0.3));
     let shard_group = prop_oneof![3 => Just(0_usize), 1 => Just(1), 1 => Just(2)];
     (size, 0..DTYPES.len(), 0_usize..3, marks, 0_usize..3, shard_group).prop_map(
         |(shape, dtypes, group, marks, chunk, shard_group)| ParamSpec {
@@ -33,6 +33,7 @@ fn param() -> impl Strategy<Value = ParamSpec> {
             tensor_parallel: marks.2,
             chunk,
             shard_group,
+            sum_over: if marks.2 || !marks.3 { SumOver::Nothing } else { SumOver::ModelParallel },
             ..ParamSpec::new("", shape, DTYPES[dtypes].0)
         },
     )
@@ -117,8 +118,8 @@ proptest! {
                 prop_assert_eq!(range.len(), plan_of.numel);
                 let buffer = plan.buffer(bucket.buffer);
                 prop_assert_eq!(
-                    (plan_of.chunk, plan_of.shard_group, plan_of.dtype, plan_of.grad_dtype),
-                    (buffer.chunk, buffer.shard_group, buffer.dtype, buffer.grad_dtype)
+                    (plan_of.chunk, plan_of.shard_group, plan_of.sum_over, plan_of.dtype, plan_of.grad_dtype),
+                    (buffer.chunk, buffer.shard_group, buffer.sum_over, buffer.dtype, buffer.grad_dtype)
                 );
             }
         }

@@ -3,7 +3,7 @@
 
 use gatherflow_actors::plan::{
     Across, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Rank, ShardGroupSpec, Storage,
-    UnitSpec,
+    SumOver, UnitSpec,
 };
 use gatherflow_kernels::DType;
 
@@ -145,6 +145,10 @@ fn ranks_that_groups_or_copies_of_the_model_cannot_share_are_refused() {
     refused(&["`experts`", "twice"], |i| i.shard_groups = vec![experts(1), experts(2)]);
     refused(&["`experts`", "over 0 ranks"], |i| {
         i.shard_groups = vec![ShardGroupSpec { average_over: Some(0), ..experts(1) }];
+    });
+    refused(&["`w`", "tensor-parallel", "summed"], |i| {
+        i.params[0].tensor_parallel = true;
+        i.params[0].sum_over = SumOver::ModelParallel;
     });
     for model_parallel in [0, 3, 4] {
         refused(&["2 ranks", &format!("by {model_parallel}")], |i| i.model_parallel = model_parallel);

@@ -25,6 +25,8 @@ pub enum Work {
     Cast(Cast),
     /// Search of one bucket's own gradients for non-finite elements, before they are reduced.
     FindNonFinite(FindNonFinite),
+    /// Add to a sum.
+    Add(Add),
     /// Partial gradient norm, zero count and non-finite search over one shard.
     NormPartials(NormPartials),
     /// This rank's partials to its record for the small all-gather.
@@ -81,6 +83,15 @@ pub struct FindNonFinite {
     pub pieces: Arc<[NormPiece]>,
     /// Written: the end of the bucket's [`crate::norm::Partial`] ([`crate::norm::Partial::LOCAL_BYTES`] bytes).
     pub out: BufRange,
+}
+
+/// `sum` gets its elements plus those of `part`, both f32; equal counts.
+#[derive(Clone, Debug)]
+pub struct Add {
+    /// Read.
+    pub part: BufRange,
+    /// Read and written.
+    pub sum: BufRange,
 }
 
 /// One read over a reduced shard (f32): see [`crate::norm`].
@@ -170,6 +181,7 @@ impl Work {
             Self::Copy(_) => "copy",
             Self::Cast(_) => "cast",
             Self::FindNonFinite(_) => "non-finite search",
+            Self::Add(_) => "add",
             Self::NormPartials(_) => "norm partials",
             Self::Fold(_) => "fold",
             Self::Verdict(_) => "verdict",
@@ -187,6 +199,7 @@ impl Work {
             Self::Copy(w) => read(w.src),
             Self::Cast(w) => read(w.src),
             Self::FindNonFinite(w) => read(w.grad),
+            Self::Add(w) => read(w.part),
             Self::NormPartials(w) => read(w.grad),
             Self::Fold(w) => read(w.partials),
             Self::Verdict(w) => read(w.records),
@@ -206,6 +219,7 @@ impl Work {
             Self::Copy(w) => write(w.dst),
             Self::Cast(w) => write(w.dst),
             Self::FindNonFinite(w) => write(w.out),
+            Self::Add(w) => write(w.sum),
             Self::NormPartials(w) => write(w.out),
             Self::Fold(w) => write(w.out),
             Self::Verdict(w) => write(w.scalars),

@@ -7,7 +7,7 @@ use crate::error::Error;
 
 impl Engine {
     /// Writes a parameter from outside: weights to fine-tune from, say. Waits until this version of it is there. Write the same
-    /// on every rank, then call [`Engine::reload_masters`] on every rank; without it the next step puts a 16-bit parameter back
+    /// on every rank (other copies of a shared weight follow by themselves), then call [`Engine::reload_masters`] on every rank; without it the next step puts a 16-bit parameter back
     /// to what its master says.
     ///
     /// # Errors
@@ -20,6 +20,12 @@ impl Engine {
         self.shared.session.param_ready(param)?;
         let mut lease = self.shared.lease_to_write(param)?;
         write(param_memory(info.dtype, &mut lease).map_err(|e| self.shared.lease_error(info, &e))?);
+        for copy in self.plan().copies_of(param).filter(|copy| *copy != param) {
+            self.shared.session.param_ready(copy)?;
+            let mut other = self.shared.lease_to_write(copy)?;
+            let bytes = other.as_mut_bytes().map_err(|e| self.shared.lease_error(info, &e))?;
+            bytes.copy_from_slice(lease.as_bytes());
+        }
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use serde::Deserialize;
 
 use super::{Model, ModelError, ShardGroup, ShardGroupId};
-use crate::actors::{Across, DType};
+use crate::actors::{Across, DType, SumOver};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -58,6 +58,9 @@ struct Param {
     shared: Option<String>,
     #[serde(default)]
     shared_embedding: bool,
+    /// Nothing, or `model_parallel`.
+    #[serde(default)]
+    sum_over: Option<String>,
     #[serde(default)]
     tensor_parallel: bool,
     #[serde(default)]
@@ -112,6 +115,15 @@ impl Model {
                         reason: format!("parameter `{}` names shard group `{name}`, which is not declared", param.name),
                     };
                     let find = |name: &String| shard_groups.get(name).copied().ok_or_else(|| unknown(name));
+                    let sum_over = match param.sum_over.as_deref() {
+                        None => SumOver::Nothing,
+                        Some("model_parallel") => SumOver::ModelParallel,
+                        Some(other) => {
+                            let reason =
+                                format!("parameter `{}`: sum_over is `{other}`, not `model_parallel`", param.name);
+                            return Err(ModelError::Description { reason });
+                        }
+                    };
                     let dtype = parse(&param.dtype)?;
                     let options = super::ParamOptions {
                         grad_dtype: param.grad_dtype.as_ref().map(parse).transpose()?,
@@ -119,6 +131,7 @@ impl Model {
                         shared: param.shared,
                         shared_embedding: param.shared_embedding,
                         tensor_parallel: param.tensor_parallel,
+                        sum_over,
                         shard_group: param.shard_group.as_ref().map_or(Ok(ShardGroupId::ALL), find)?,
                         ..super::ParamOptions::default()
                     };

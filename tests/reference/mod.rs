@@ -4,15 +4,16 @@
 //!
 //! Ranks that hold the same parameters share a [`View`]: all of them, unless there are experts or model-parallel ranks.
 //!
-//! Summation order: a reduction adds the gradients of a group's ranks in rank order in f32 (rule S1), and then the groups'. The
-//! norm adds, in f64, the pieces of each bucket by offset, a rank's buckets in plan order, and the ranks in rank order. A piece is
-//! summed by blocks of 4096 elements, each in 16 lanes that are added in pairs.
+//! Summation order: a reduction adds the gradients of a group's ranks in rank order in f32 (rule S1), then the groups', then the
+//! model-parallel ranks' where those are summed, then the copies' of one weight. The norm adds, in f64, the pieces of each bucket by
+//! offset, a rank's buckets in plan order, and the ranks in rank order. A piece is summed by blocks of 4096 elements, each in 16
+//! lanes that are added in pairs.
 #![allow(dead_code, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
 #![allow(clippy::missing_panics_doc)]
 
 use std::sync::Arc;
 
-use gatherflow::{Across, BucketId, DType, NormType, ParamId, Plan};
+use gatherflow::{Across, BucketId, DType, NormType, ParamId, Plan, SumOver};
 use gatherflow_actors::plan::ShardGroupPlan;
 use half::{bf16, f16};
 
@@ -159,6 +160,9 @@ impl Serial {
         for (rank, param) in (0..self.plan.ranks()).flat_map(|rank| params().map(move |param| (rank, param))) {
             reduced[rank][param] = reduce(&self.plan, gradients, rank, param);
         }
+        for reduced in &mut reduced {
+            sum_copies(&self.plan, reduced);
+        }
         let loss_scale = self.loss_scale();
         let found_nonfinite = reduced.iter().flatten().flatten().any(|g| !g.is_finite());
         if let Some(scaler) = &mut self.scaler {
@@ -213,14 +217,30 @@ fn ratio(plan: &Plan, param: ParamId) -> f64 {
 
 /// The sum over the ranks of each group, in rank order, and over the groups that hold replicas, in f32.
 fn reduce(plan: &Plan, gradients: &[Vec<Vec<f32>>], rank: usize, param: usize) -> Vec<f32> {
-    let group = &plan.shard_groups()[plan.params()[param].shard_group];
+    let (sum_over, group) = (plan.params()[param].sum_over, &plan.shard_groups()[plan.params()[param].shard_group]);
     let (part, at) = place(plan, rank);
     let own = at / group.ranks;
     let d = plan.ranks() / plan.model_parallel();
     let groups = if is_experts(group) { own..own + 1 } else { 0..d / group.ranks };
-    let of_rank = |at: usize| gradients[at * plan.model_parallel() + part][param].clone();
-    let of_group = |n: usize| (n * group.ranks..(n + 1) * group.ranks).map(of_rank).reduce(add).unwrap();
-    groups.map(of_group).reduce(add).unwrap()
+    let of_part = |part: usize| {
+        let of_rank = |at: usize| gradients[at * plan.model_parallel() + part][param].clone();
+        let of_group = |n: usize| (n * group.ranks..(n + 1) * group.ranks).map(of_rank).reduce(add).unwrap();
+        groups.clone().map(of_group).reduce(add).unwrap()
+    };
+    if sum_over == SumOver::ModelParallel {
+        (0..plan.model_parallel()).map(of_part).reduce(add).unwrap()
+    } else {
+        of_part(part)
+    }
+}
+
+/// Every trained copy of a weight gets the sum of all, in registration order (SPEC T0).
+fn sum_copies(plan: &Plan, reduced: &mut [Vec<f32>]) {
+    for param in plan.params().iter().filter(|p| p.trainable && p.shared.is_some() && p.first_copy) {
+        let copies = || plan.params().iter().filter(|copy| copy.shared == param.shared).map(|copy| copy.id.index());
+        let sum = copies().map(|copy| reduced[copy].clone()).reduce(add).unwrap();
+        copies().for_each(|copy| reduced[copy].clone_from(&sum));
+    }
 }
 
 fn add(mut sum: Vec<f32>, more: Vec<f32>) -> Vec<f32> {
@@ -232,7 +252,7 @@ fn add(mut sum: Vec<f32>, more: Vec<f32>) -> Vec<f32> {
 fn counts(plan: &Plan, rank: usize, param: ParamId) -> bool {
     let (param, (part, at)) = (plan.param(param), place(plan, rank));
     let group = &plan.shard_groups()[param.shard_group];
-    (is_experts(group) || at < group.ranks) && (param.tensor_parallel || part == 0)
+    param.first_copy && (is_experts(group) || at < group.ranks) && (param.tensor_parallel || part == 0)
 }
 
 /// Of the summed gradients, which are all finite.

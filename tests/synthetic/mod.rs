@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use gatherflow::{
     Across, Config, Credits, DType, FirstGather, Internals, Layout, Link, NormType, Overlap, ParamId, ParamInfo, Plan,
-    ScalerKind, Skip, Storage,
+    ScalerKind, Skip, Storage, SumOver,
 };
 
 pub use net::Net;
@@ -290,7 +290,9 @@ pub fn serial(job: &Job<'_>) -> Expected {
     let weights = |rank: usize| {
         let weight = |p: &ParamInfo| {
             let (variant, _) = start_of(&plan, rank, p.id);
-            let initial: Vec<f32> = (0..p.numel).map(|i| Net::initial(variant, p.id, i)).collect();
+            // Copies start from the values of the first one.
+            let first = plan.copies_of(p.id).next().unwrap_or(p.id);
+            let initial: Vec<f32> = (0..p.numel).map(|i| Net::initial(variant, first, i)).collect();
             Weight::new(p.id, p.dtype, p.options.group.0 as usize, p.options.trainable, &initial)
         };
         net.params().iter().map(weight).collect()
@@ -372,7 +374,9 @@ pub fn data_rank(plan: &Plan, rank: usize) -> usize {
 
 /// The rank whose noise a parameter's gradient has: what model-parallel ranks hold alike gets the same gradient on each.
 pub fn noise_of(plan: &Plan, rank: usize, param: ParamId) -> usize {
-    if plan.param(param).tensor_parallel { rank } else { data_rank(plan, rank) }
+    let param = plan.param(param);
+    let own = param.tensor_parallel || param.sum_over == SumOver::ModelParallel;
+    if own { rank } else { data_rank(plan, rank) }
 }
 
 /// Which initial values a rank has of a parameter, and whether others take them from it.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gatherflow::{
     Across, ChunkId, DType, Engine, Group, GroupId, Lr, Model, ParamId, ParamInfo, ParamOptions, ShardGroup,
-    ShardGroupId, UnitId,
+    ShardGroupId, SumOver, UnitId,
 };
 
 use super::{At, random};
@@ -61,6 +61,11 @@ impl Net {
     /// Two chunks; f32 beside bf16 (and f16 where asked for); three groups; a tied table in the first and the last unit of
     /// the first chunk; frozen, unused and sparsely written parameters; gradients in bf16 and f16 beside f32.
     pub fn mixed(with_f16: bool) -> Self {
+        Self::mixed_and(with_f16, |_| ())
+    }
+
+    /// The same, and what `embed` adds to its first unit.
+    fn mixed_and(with_f16: bool, embed: impl Fn(&mut Self)) -> Self {
         let half = if with_f16 { DType::F16 } else { DType::Bf16 };
         let in_group = |group| ParamOptions { group: GroupId(group), ..ParamOptions::default() };
         let mut net = Self::empty();
@@ -68,6 +73,7 @@ impl Net {
         net.unit("embed");
         let table = net.param("table", 240, DType::Bf16, in_group(0));
         net.param("sparse position", 33, DType::F32, in_group(0));
+        embed(&mut net);
         net.unit("block a");
         net.param("a.weight", 150, DType::Bf16, in_group(0));
         net.param("a.bias", 70, DType::F32, in_group(1));
@@ -95,9 +101,28 @@ impl Net {
         self.model.group(group).unwrap()
     }
 
-    /// [`Net::mixed`] and one more unit, with parameters that are divided among `ranks` ranks: experts, and replicas.
+    /// [`Net::mixed`] with copies of two weights in its first and its last chunk, one of them with three.
+    pub fn with_copies() -> Self {
+        let mut net = Self::mixed_and(false, |net| net.add_copies("first", None));
+        net.add_copies("second", Some(DType::Bf16));
+        net.param("third copy", 150, DType::Bf16, Self::copy_of("weight"));
+        net
+    }
+
+    fn copy_of(weight: &str) -> ParamOptions {
+        ParamOptions { shared: Some(weight.into()), ..ParamOptions::default() }
+    }
+
+    fn add_copies(&mut self, which: &str, grad_dtype: Option<DType>) {
+        let weight = ParamOptions { grad_dtype, ..Self::copy_of("weight") };
+        self.param(&format!("{which} copy of the weight"), 150, DType::Bf16, weight);
+        let bias = ParamOptions { group: GroupId(1), ..Self::copy_of("bias") };
+        self.param(&format!("{which} copy of the bias"), 5, DType::F32, bias);
+    }
+
+    /// [`Net::with_copies`] and one more unit, with parameters that are divided among `ranks` ranks: experts, and replicas.
     pub fn with_experts(ranks: usize) -> Self {
-        let mut net = Self::mixed(false);
+        let mut net = Self::with_copies();
         let mut group = |name: &str, across, average_over| {
             let group = ShardGroup { name: name.into(), ranks, across, average_over };
             ParamOptions { shard_group: net.model.shard_group(group), ..ParamOptions::default() }
@@ -116,7 +141,8 @@ impl Net {
         net
     }
 
-    /// [`Net::with_experts`], and tensor-parallel parameters in the same unit, one of them among the experts.
+    /// [`Net::with_experts`], and in the same unit tensor-parallel parameters, one of them among the experts, and ones that are
+    /// summed over model-parallel ranks, one of them among the replicas, and copies of one.
     pub fn parallel(ranks: usize) -> Self {
         let mut net = Self::with_experts(ranks);
         let split = ParamOptions { tensor_parallel: true, ..ParamOptions::default() };
@@ -124,6 +150,13 @@ impl Net {
         net.param("row.weight", 64, DType::F32, ParamOptions { group: GroupId(2), ..split.clone() });
         net.param("row.frozen", 6, DType::Bf16, ParamOptions { trainable: false, ..split.clone() });
         net.param("expert.row", 33, DType::F32, ParamOptions { shard_group: ShardGroupId(1), ..split });
+        let summed = ParamOptions { sum_over: SumOver::ModelParallel, ..ParamOptions::default() };
+        net.param("norm.scale", 45, DType::F32, summed.clone());
+        net.param("norm.narrow", 70, DType::Bf16, ParamOptions { grad_dtype: Some(DType::Bf16), ..summed.clone() });
+        net.param("replica.norm", 20, DType::F32, ParamOptions { shard_group: ShardGroupId(3), ..summed.clone() });
+        for name in ["copy of a norm", "other copy of a norm"] {
+            net.param(name, 30, DType::F32, ParamOptions { shared: Some("norm".into()), ..summed.clone() });
+        }
         net
     }
 

@@ -43,10 +43,11 @@ impl<'a> Trainer<'a> {
             }));
         }
         let number = rank.rank();
-        // Only the values of the first rank that holds a parameter count: they are broadcast.
+        // Only the values of the first rank that holds a parameter count, and of the first copy: they are spread.
         let plan = net.model.plan(job.ranks, &job.config(setting)).unwrap();
         let init = |param: &gatherflow::ParamInfo, out: ParamMut<'_>| {
-            let (variant, counts) = start_of(&plan, number, param.id);
+            let (variant, first_rank) = start_of(&plan, number, param.id);
+            let counts = first_rank && plan.copies_of(param.id).next().is_none_or(|first| first == param.id);
             out.fill_with(|i| if counts { Net::initial(variant, param.id, i) } else { 7.0 });
         };
         let model = net.model.clone();

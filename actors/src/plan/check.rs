@@ -6,7 +6,7 @@ use gatherflow_kernels::DType;
 
 use super::error::PlanError;
 use super::ids::ParamId;
-use super::input::{Bucketing, ParamSpec, PlanInput, Storage};
+use super::input::{Bucketing, ParamSpec, PlanInput, Storage, SumOver};
 use super::layout;
 
 /// More ranks than any job has; keeps every alignment far from overflow.
@@ -97,6 +97,9 @@ fn parameter(param: &ParamSpec, input: &PlanInput) -> Result<(), PlanError> {
         let (group, groups) = (param.shard_group, input.shard_groups.len());
         return Err(PlanError::ShardGroupOutOfRange { name: name(), group, groups });
     }
+    if param.tensor_parallel && param.sum_over != SumOver::Nothing {
+        return Err(PlanError::SumOverParts { name: name() });
+    }
     if !param.trainable {
         return Ok(());
     }
@@ -166,6 +169,7 @@ fn shared_copies(params: &[ParamSpec]) -> Result<(), PlanError> {
             ("trainable", first.trainable != other.trainable),
             ("shard group", first.shard_group != other.shard_group),
             ("tensor-parallel", first.tensor_parallel != other.tensor_parallel),
+            ("what it is summed over", first.sum_over != other.sum_over),
             ("group", first.trainable && first.group != other.group),
         ];
         if let Some((what, _)) = differs.into_iter().find(|(_, differs)| *differs) {

@@ -75,6 +75,11 @@ impl Plan {
             let average = group.average_over;
             writeln!(out, "shard group {name}: {}, {others}, average over {average}", count(group.ranks, "rank"))?;
         }
+        for set in &self.copies {
+            let shared = set.first().and_then(|b| self.param(self.bucket(*b).params[0]).shared.as_deref());
+            let buckets: Vec<String> = set.iter().map(|bucket| bucket.0.to_string()).collect();
+            writeln!(out, "copies of {}: buckets {}", shared.unwrap_or_default(), buckets.join(", "))?;
+        }
         if self.bucket_size < usize::MAX {
             writeln!(out, "a bucket closes at {} elements", grouped(self.bucket_size))?;
         } else {

@@ -169,6 +169,12 @@ pub enum PlanError {
         /// Which group.
         name: String,
     },
+    /// Each rank has another part of it, so there is nothing to sum.
+    #[error("parameter `{name}` is tensor-parallel and summed over model-parallel ranks: it can be one of the two")]
+    SumOverParts {
+        /// Which parameter.
+        name: String,
+    },
     /// Copies of one weight that could not stay equal.
     #[error(
         "parameters `{first}` and `{other}` are copies of shared weight `{shared}` but differ in {what}: make it equal"
@@ -180,7 +186,7 @@ pub enum PlanError {
         first: String,
         /// The copy that differs.
         other: String,
-        /// Shape, dtype, group, trainable, shard group or tensor-parallel.
+        /// Shape, dtype, group, trainable, shard group, tensor-parallel or what it is summed over.
         what: &'static str,
     },
     /// A bucket size of 0.

@@ -11,6 +11,7 @@
 use gatherflow_kernels::Members;
 
 use super::ids::{BucketId, Rank};
+use super::input::SumOver;
 use super::{ParamPlan, Plan};
 
 /// What the other shard groups beside a rank's own hold.
@@ -141,7 +142,14 @@ impl Plan {
     pub fn sum_groups(&self, bucket: BucketId) -> [u32; 2] {
         let within = self.reduce_group(bucket);
         let replicas = within >= FIRST_GROUP && self.shard_group(bucket).across == Across::Replicas;
-        [if replicas { within + 1 } else { JOB }, JOB]
+        let parts =
+            self.buffer(self.bucket(bucket).buffer).sum_over == SumOver::ModelParallel && self.model_parallel > 1;
+        match (replicas, parts) {
+            (true, true) => [within + 1, MODEL_PARALLEL],
+            (true, false) => [within + 1, JOB],
+            (false, true) => [MODEL_PARALLEL, JOB],
+            (false, false) => [JOB; 2],
+        }
     }
 
     /// How many numbers of divisions there are.

@@ -66,8 +66,11 @@ pub struct ParamSpec {
     pub shared_embedding: bool,
     /// Each model-parallel rank holds another part of it, so each counts in the norm (SPEC T2a).
     pub tensor_parallel: bool,
-    /// Copies of one weight carry the same name here; the norm counts the first (SPEC T0, T2a).
+    /// Copies of one weight carry the same name here: where they are trained, their reduced shards are summed. The norm counts
+    /// the first (SPEC T0, T2a).
     pub shared: Option<String>,
+    /// Over which ranks its gradient is a sum beyond the average (SPEC T0).
+    pub sum_over: SumOver,
     /// Which ranks share its shards: 0 all data-parallel ones, else a number of [`PlanInput::shard_groups`], counted from 1.
     pub shard_group: usize,
     /// The chunk in which it was first registered.
@@ -87,10 +90,22 @@ impl ParamSpec {
             shared_embedding: false,
             tensor_parallel: false,
             shared: None,
+            sum_over: SumOver::Nothing,
             shard_group: 0,
             chunk: 0,
         }
     }
+}
+
+/// Over which ranks the gradient of a parameter is summed, not averaged (SPEC T0).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum SumOver {
+    /// Every model-parallel rank has the whole gradient.
+    #[default]
+    Nothing,
+    /// Each model-parallel rank has a part of the sum (a norm under sequence parallelism, say).
+    ModelParallel,
 }
 
 /// How a buffer is cut into buckets. It never depends on mode, stage or chunk.

@@ -2,19 +2,21 @@
 //!
 //! Input has passed [`super::check`], so nothing here can fail. One pass over the parameters (L11).
 
+use std::collections::HashMap;
+
 use gatherflow_kernels::DType;
 
 use super::cost;
 use super::groups::{self, ShardGroupPlan};
 use super::ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, UnitId};
-use super::input::{Alignment, Bucketing, ParamSpec, PlanInput};
+use super::input::{Alignment, Bucketing, ParamSpec, PlanInput, SumOver};
 use super::range::Range;
 
 /// Parameters start at multiples of this many elements, frozen ones always, others by [`Alignment::params`].
 pub const PARAM_ALIGN: usize = 64;
 
 /// A flat allocation for all trainable parameters of one (chunk, shard group, parameter dtype, gradient dtype), and one of the
-/// same layout for their gradients.
+/// same layout for their gradients. Those that are summed over more ranks are apart, since whole shards are summed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferPlan {
     /// Its number.
@@ -23,6 +25,8 @@ pub struct BufferPlan {
     pub chunk: usize,
     /// The number of the shard group whose ranks share it.
     pub shard_group: usize,
+    /// Over which ranks its gradients are summed beyond the average.
+    pub sum_over: SumOver,
     /// Element type of the parameters.
     pub dtype: DType,
     /// Element type of the gradients.
@@ -143,6 +147,8 @@ pub(super) struct Layout {
     pub(super) buckets: Vec<BucketPlan>,
     pub(super) frozen: Vec<FrozenPlan>,
     pub(super) homes: Vec<Home>,
+    /// By parameter: whether it has a bucket of its own.
+    pub(super) alone: Vec<bool>,
 }
 
 /// Bucket ends are multiples of this.
@@ -190,6 +196,7 @@ pub(super) fn lay_out(input: &PlanInput) -> Layout {
         buckets: Vec::new(),
         frozen: Vec::new(),
         homes: vec![nowhere; input.params.len()],
+        alone: alone(&input.params),
     };
     let mut by_chunk = vec![Vec::new(); input.chunks.len()];
     for (index, param) in input.params.iter().enumerate() {
@@ -204,6 +211,17 @@ pub(super) fn lay_out(input: &PlanInput) -> Layout {
     layout
 }
 
+/// Who has a bucket of its own: what asks for it, and trained copies of a weight, so that their shards line up.
+fn alone(params: &[ParamSpec]) -> Vec<bool> {
+    let weight = |param: &'_ ParamSpec| param.shared.as_deref().filter(|_| param.trainable).map(str::to_owned);
+    let mut copies: HashMap<String, usize> = HashMap::new();
+    for shared in params.iter().filter_map(weight) {
+        *copies.entry(shared).or_default() += 1;
+    }
+    let several = |shared: String| copies[&shared] > 1;
+    params.iter().map(|param| param.shared_embedding || weight(param).is_some_and(several)).collect()
+}
+
 impl Layout {
     /// Sorts a chunk's parameters into buffers, both by first registration, and places the frozen ones.
     fn lay_out_chunk(&mut self, chunk: usize, params: &[ParamId], input: &PlanInput) {
@@ -212,8 +230,8 @@ impl Layout {
             cost::tick();
             let param = &input.params[id.index()];
             if param.trainable {
-                let kind = (param.shard_group, param.dtype, param.grad_dtype);
-                let same = |b: &BufferPlan| (b.shard_group, b.dtype, b.grad_dtype) == kind;
+                let kind = (param.shard_group, param.sum_over, param.dtype, param.grad_dtype);
+                let same = |b: &BufferPlan| (b.shard_group, b.sum_over, b.dtype, b.grad_dtype) == kind;
                 let found = self.buffers[first_buffer..].iter().position(same);
                 let at = found.map_or(self.buffers.len(), |found| first_buffer + found);
                 if at == self.buffers.len() {
@@ -221,6 +239,7 @@ impl Layout {
                         index: BufferIndex::from_index(at),
                         chunk,
                         shard_group: param.shard_group,
+                        sum_over: param.sum_over,
                         dtype: param.dtype,
                         grad_dtype: param.grad_dtype,
                         numel: 0,
@@ -263,7 +282,8 @@ impl Layout {
             cost::tick();
             let param = &input.params[id.index()];
             let start = open.cursor.next_multiple_of(input.alignment.params());
-            if param.shared_embedding && !open.params.is_empty() {
+            let alone = self.alone[id.index()];
+            if alone && !open.params.is_empty() {
                 // The gap before the next parameter still belongs to the bucket that closes here.
                 open.cursor = start;
                 self.buckets.push(open.close(self.buckets.len()));
@@ -275,7 +295,7 @@ impl Layout {
             open.params.push(id);
             open.param_numel += range.len();
             open.cursor = range.end;
-            if param.shared_embedding || open.cursor - open.start >= self.bucket_size {
+            if alone || open.cursor - open.start >= self.bucket_size {
                 self.buckets.push(open.close(self.buckets.len()));
             }
         }

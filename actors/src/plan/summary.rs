@@ -154,6 +154,7 @@ fn param_hash(param: &ParamPlan) -> u64 {
     hash.word(param.chunk as u64);
     hash.word(param.shard_group as u64);
     hash.word(u64::from(param.shared_embedding) | u64::from(param.tensor_parallel) << 1);
+    hash.word(param.sum_over as u64);
     match &param.shared {
         Some(shared) => hash.text(shared),
         None => hash.word(u64::MAX),

@@ -191,7 +191,7 @@ fn start_actors(
     }
 }
 
-/// Fills all parameters and the scalars of the first step.
+/// Fills all parameters, copies as the first of them, and the scalars of the first step.
 fn initialise(
     rank: usize,
     plan: &Plan,
@@ -204,6 +204,13 @@ fn initialise(
     for param in plan.params() {
         let mut lease = device.lease(lowering.param(param.id), AccessMode::Write).map_err(fail)?;
         init(param.id, &mut lease)?;
+    }
+    for param in plan.params() {
+        // Copies of a weight start equal, so that equal gradients keep them so.
+        let Some(first) = plan.copies_of(param.id).next().filter(|first| *first != param.id) else { continue };
+        let first = device.lease(lowering.param(first), AccessMode::Read).map_err(fail)?;
+        let mut copy = device.lease(lowering.param(param.id), AccessMode::Write).map_err(fail)?;
+        copy.as_mut_bytes().map_err(fail)?.copy_from_slice(first.as_bytes());
     }
     let mut lease = device.lease(lowering.scalars(), AccessMode::Write).map_err(fail)?;
     lease.as_mut_bytes().map_err(fail)?.copy_from_slice(&Scalars::initial(&config.scaler).to_bytes());

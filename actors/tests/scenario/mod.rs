@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use gatherflow_actors::plan::{
-    Across, Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, ShardGroupSpec, Storage, UnitId,
-    UnitSpec,
+    Across, Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, ShardGroupSpec, Storage, SumOver,
+    UnitId, UnitSpec,
 };
 use gatherflow_actors::{
     Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig, Skip,
@@ -60,6 +60,10 @@ pub struct Shape {
     pub trainable: Vec<bool>,
     /// Per parameter, its shard group.
     pub shard_group: Vec<usize>,
+    /// Per parameter, the weight it is a copy of.
+    pub shared: Vec<Option<usize>>,
+    /// Per parameter, whether it is summed over model-parallel ranks.
+    pub summed: Vec<bool>,
     /// Ranks of the two shard groups with a d of their own: replicas, experts.
     pub group_ranks: [usize; 2],
     pub bucket_size: usize,
@@ -77,6 +81,8 @@ impl Shape {
             dtype: vec![DType::Bf16; params],
             trainable: vec![true; params],
             shard_group: vec![0; params],
+            shared: vec![None; params],
+            summed: vec![false; params],
             group_ranks: [1; 2],
             bucket_size,
             storage: Storage::Views,
@@ -84,10 +90,14 @@ impl Shape {
     }
 
     /// Four copies of the model on two ranks each; every third parameter a replica on two of the four, every third an expert.
+    /// Some are summed over model-parallel ranks, some are copies of others.
     pub fn grouped() -> Self {
         let regular = Self::regular(8, 6, 2, 100, 100);
-        let shard_group = (0..regular.numel.len()).map(|i| i % 3).collect();
-        Self { model_parallel: 2, shard_group, group_ranks: [2; 2], ..regular }
+        let params = 0..regular.numel.len();
+        let shared = params.clone().map(|i| [0, 1, 3, 4, 7, 9].contains(&i).then_some(i % 3)).collect();
+        let summed = params.clone().map(|i| i > 9 || i % 3 == 1).collect();
+        let shard_group = params.map(|i| i % 3).collect();
+        Self { model_parallel: 2, shard_group, shared, summed, group_ranks: [2; 2], ..regular }
     }
 
     pub fn draw(seed: u64) -> Self {
@@ -100,6 +110,8 @@ impl Shape {
             ranks: d * model_parallel,
             model_parallel,
             shard_group: Vec::new(),
+            shared: Vec::new(),
+            summed: Vec::new(),
             group_ranks: [0; 2].map(|_| divisors[draw.below(divisors.len())]),
             units: Vec::new(),
             numel: Vec::new(),
@@ -116,6 +128,11 @@ impl Shape {
                 shape.dtype.push([DType::Bf16, DType::F32, DType::F16][draw.below(3)]);
                 shape.trainable.push(!draw.chance(15));
                 shape.shard_group.push(if grouped { draw.below(3) } else { 0 });
+                shape.shared.push(None);
+                shape.summed.push(draw.chance(20));
+                if draw.chance(15) {
+                    shape.copy(draw.below(shape.numel.len()));
+                }
             }
             // A weight that an earlier unit uses too.
             if draw.chance(25) {
@@ -129,11 +146,25 @@ impl Shape {
         shape
     }
 
+    /// The newest parameter becomes a copy of another one.
+    fn copy(&mut self, other: usize) {
+        let newest = self.numel.len() - 1;
+        let weight = *self.shared[other].get_or_insert(other);
+        self.shared[newest] = Some(weight);
+        self.numel[newest] = self.numel[other];
+        self.dtype[newest] = self.dtype[other];
+        self.trainable[newest] = self.trainable[other];
+        self.shard_group[newest] = self.shard_group[other];
+        self.summed[newest] = self.summed[other];
+    }
+
     pub fn plan(&self) -> Plan {
         let params = (0..self.numel.len()).map(|i| {
             let mut param = ParamSpec::new(format!("p{i}"), [self.numel[i]], self.dtype[i]);
             param.trainable = self.trainable[i];
             param.shard_group = self.shard_group[i];
+            param.shared = self.shared[i].map(|weight| format!("weight {weight}"));
+            param.sum_over = if self.summed[i] { SumOver::ModelParallel } else { SumOver::Nothing };
             param
         });
         let unit = |(i, members): (usize, &Vec<usize>)| UnitSpec {

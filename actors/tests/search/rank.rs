@@ -117,7 +117,9 @@ impl Rank {
         let first = if planted(Fault::NeverShut) { FirstGather::Step } else { setup.first_gather[me] };
         let prehook = PreHook::new(order.clone(), vec![4; n], mode, credits, setup.ranks() > 1).starting(first);
         let skip = if planted(Fault::HostDecides) { Skip::Host } else { setup.skip };
-        let optimizer = Optimizer::new(vec![Group::default()], order).deciding(skip);
+        // The first and the last bucket are copies of one weight.
+        let copies = if n > 1 { vec![vec![BucketId(0), BucketId::from_index(n - 1)]] } else { Vec::new() };
+        let optimizer = Optimizer::new(vec![Group::default()], order).deciding(skip).summing(copies);
         Self {
             setup: setup.clone(),
             me,

@@ -48,6 +48,11 @@ pub(super) fn execute(work: &Work, holds: &mut Holds) -> Result<(), DeviceError>
         }
         Work::Cast(w) => with_element!(w.from, S => with_element!(w.to, D => cast::<S, D>(w, &mut operands)?)),
         Work::FindNonFinite(w) => with_element!(w.dtype, G => find_nonfinite::<G>(w, &mut operands)?),
+        Work::Add(w) => {
+            let (part, sum) = (operands.read::<f32>(w.part)?, operands.write::<f32>(w.sum)?);
+            equal("add", part.len(), sum.len(), "elements")?;
+            convert::add(part, sum);
+        }
         Work::NormPartials(w) => partials(w, &mut operands)?,
         Work::Fold(w) => fold(w, &mut operands)?,
         Work::Verdict(w) => judge(w, &mut operands)?,

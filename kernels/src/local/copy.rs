@@ -6,14 +6,11 @@
 //! This file contains unsafe code: peers' memory. The one contract, on [`mine`]: all ranks have posted memory that fits
 //! the shape ([`super::shape`]) and nobody but these copies touches it until all of them are done.
 
-#![allow(clippy::inline_always)] // see `isa`
-
 use half::{bf16, f16};
 
 use super::shape::Shape;
 use crate::convert;
 use crate::dtype::{DType, Element};
-use crate::isa::{self, Body, Isa};
 
 /// One rank's memory.
 #[derive(Clone, Copy, Debug)]
@@ -122,24 +119,7 @@ unsafe fn add_up<T: Element>(start: usize, posts: &[Post], total: &mut [f32]) {
         if peer == 0 {
             convert::cast(part, total);
         } else {
-            isa::run(Isa::widest(), Add { part, total: &mut *total });
-        }
-    }
-}
-
-/// Adds a rank's chunk to the sum.
-struct Add<'a, T> {
-    part: &'a [T],
-    total: &'a mut [f32],
-}
-
-impl<T: Element> Body for Add<'_, T> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run(self) {
-        for (sum, x) in self.total.iter_mut().zip(self.part) {
-            *sum += x.to_f32();
+            convert::add(part, total);
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::norm::{NormPiece, NormType, Partial};
 use crate::verdict::{
     Average, HostVerdict, OnNonFinite, RankRecord, Report, Scalars, ScalerRule, Spoiled, VerdictRule,
 };
-use crate::work::{Adam, AdamSegment, Cast, FindNonFinite, Fold, NormPartials, Verdict};
+use crate::work::{Adam, AdamSegment, Add, Cast, FindNonFinite, Fold, NormPartials, Verdict};
 
 /// Runs inline.
 fn run(device: &Arc<dyn Device>, work: Work) -> Result<(), DeviceError> {
@@ -16,7 +16,7 @@ fn run(device: &Arc<dyn Device>, work: Work) -> Result<(), DeviceError> {
 }
 
 #[test]
-fn fills_casts_and_copies_do_so() {
+fn fills_casts_copies_and_additions_do_so() {
     let device = alone(None);
     let [a, b, c] = [16, 8, 8].map(|bytes| device.alloc(bytes, &[]).unwrap());
     write(&device, a.whole(), &[1.0_f32, -2.5, f32::INFINITY, 1e-9]);
@@ -28,6 +28,9 @@ fn fills_casts_and_copies_do_so() {
     run(&device, Work::Fill(Fill { dst: c.range(4, 8), dtype: DType::F16, value: 0.5 })).unwrap();
     run(&device, copy(c.range(4, 8), b.range(0, 4))).unwrap();
     assert_eq!(read::<f16>(&device, b.range(0, 4)), [f16::from_f32(0.5); 2]);
+    write(&device, c.whole(), &[0.5_f32, 1e8]);
+    run(&device, Work::Add(Add { part: a.range(0, 8), sum: c.whole() })).unwrap();
+    assert_eq!(read::<f32>(&device, c.whole()), [1.5, 1e8 - 2.5]);
 }
 
 struct Step {
@@ -188,6 +191,7 @@ fn work_that_does_not_fit_is_named() {
         copy(b.range(0, 8), b.range(4, 12)),
         Work::Cast(Cast { src: b.range(0, 8), from: DType::F32, dst: b.range(8, 16), to: DType::F16 }),
         norm(&b, 3, b.range(8, 8 + Partial::SHARD_BYTES)),
+        Work::Add(Add { part: b.range(0, 8), sum: b.range(8, 12) }),
         norm(&b, 2, b.range(8, 12)),
         search(&b, 3, b.range(8, 8 + Partial::LOCAL_BYTES)),
         search(&b, 2, b.range(8, 12)),
