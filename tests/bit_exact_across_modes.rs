@@ -73,7 +73,7 @@ fn check(job: &Job<'_>) {
                 (true, 0, Skip::Device, 3),
             ] {
                 let setting =
-                    Setting { overlap_grad_reduce, skip, issue_on_thread, steps_in_flight, gather_group_bytes, ..mode };
+                    Setting { gather_group_bytes, overlap_grad_reduce, skip, issue_on_thread, steps_in_flight, ..mode };
                 let finished = job.train(&expected, &setting);
                 assert!(finished.iter().all(|f| f.counters.skipped_steps == 1), "{setting:?}");
             }

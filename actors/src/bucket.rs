@@ -208,6 +208,15 @@ impl Bucket {
         })));
     }
 
+    fn ask_gather(&mut self, version: u64, entry: Option<Event>, actions: &mut Vec<Action>) {
+        self.gather_asked = true;
+        let mut after = vec![(Edge::E4, self.adam.clone())];
+        after.extend(self.readers.iter().map(|event| (Edge::E4, event.clone())));
+        after.extend(entry.map(|event| (Edge::E8, event)));
+        let bucket = self.id;
+        actions.push(Action::Send(Letter::Communicator(CommunicatorMsg::Gather { version, bucket, after })));
+    }
+
     fn publish_ready(&self, version: u64, actions: &mut Vec<Action>) {
         actions.push(Action::Publish(Publication::Ready { bucket: self.id, version, event: self.gathered.clone() }));
     }
@@ -321,15 +330,7 @@ impl Machine for Bucket {
             (BucketMsg::Gather { version, entry }, Params::Updated(current), _)
                 if version == current && !self.gather_asked =>
             {
-                self.gather_asked = true;
-                let mut after = vec![(Edge::E4, self.adam.clone())];
-                after.extend(self.readers.iter().map(|event| (Edge::E4, event.clone())));
-                after.extend(entry.map(|event| (Edge::E8, event)));
-                actions.push(Action::Send(Letter::Communicator(CommunicatorMsg::Gather {
-                    version,
-                    bucket: self.id,
-                    after,
-                })));
+                self.ask_gather(version, entry, actions);
             }
             (BucketMsg::GatherIssued { version, event }, Params::Updated(current), _)
                 if version == current && self.gather_asked =>

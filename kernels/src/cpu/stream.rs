@@ -21,6 +21,7 @@ const LOOK: Duration = Duration::from_millis(50);
 
 /// Something on the queue.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "most items are work, and a box would cost each an allocation")]
 pub(super) enum Item {
     /// To run, and when it was sent.
     Work(Work, u64),

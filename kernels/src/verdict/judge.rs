@@ -194,7 +194,7 @@ mod tests {
             let expected: f64 = total / 16.0;
             assert!((report.grad_norm.unwrap_or(0.0) - expected).abs() < 1e-15, "{norm:?}: {report:?}");
             let factor = 1.0 / 16.0 * (0.125 / (expected + 1e-6));
-            assert!((f64::from(scalars.factor) - factor).abs() < 1e-9, "{norm:?}: {scalars:?}");
+            assert!((scalars.factor - factor).abs() < 1e-9, "{norm:?}: {scalars:?}");
         }
     }
 
