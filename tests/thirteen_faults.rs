@@ -238,7 +238,8 @@ fn fault_9_a_second_model_in_the_process_trains_beside_the_first_and_no_paramete
     let scaler = Some(Scaler::new(64.0, 100, 1));
     let second = Job { scaler, ..Job::new(&other, 2, 4, &|_, _| vec![(0..6).rev().collect(); 2]) };
     let (expected_of_first, expected_of_second) = (serial(&first), serial(&second));
-    for (setting, other_setting) in slow_modes().into_iter().zip(Setting::modes().into_iter().rev()) {
+    let others: Vec<_> = Setting::modes_and_storages().collect();
+    for (setting, other_setting) in slow_modes().zip(others.into_iter().rev()) {
         let ranks = Ranks::with_config(2, &second.config(&other_setting)).unwrap();
         let ranks = Mutex::new(ranks.into_iter().map(Some).collect::<Vec<_>>());
         first.on_ranks(&expected_of_first, &setting, |mut a| {
