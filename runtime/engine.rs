@@ -136,7 +136,8 @@ impl Engine {
     }
 
     /// Sets the learning rate of a group, from the next step on. Its multiplier still applies. Call it alike on every rank: each
-    /// rank updates its own part of every parameter, and nobody compares what they set.
+    /// rank updates its own part of every parameter. A step for which ranks have set different rates is skipped on all of them, with
+    /// an error that names one ([`ErrorKind::LearningRates`](crate::ErrorKind::LearningRates)).
     ///
     /// # Errors
     /// An unknown group, or a value that is negative or not finite.
@@ -238,7 +239,7 @@ impl Engine {
         let stop = self.shared.stop.carry(number);
         // The ranks that share a copy of the model have the same data: it weighs once.
         let weight = if self.model_parallel().0 == 0 { self.weight } else { 0.0 };
-        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop };
+        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop, alike: self.rates_hash(number + 1) };
         gradients.reset();
         tracing::debug!(
             target: "gatherflow::engine",
@@ -255,6 +256,14 @@ impl Engine {
             unfinished: leftovers.unfinished,
         })?;
         Ok(StepHandle::new(&self.shared, step))
+    }
+
+    /// A hash of the learning rates at t, which all ranks must have set alike. Ranks may know of different outcomes, so that they
+    /// give their devices rows for different t: they compare the largest, which all of them know.
+    fn rates_hash(&self, t: u64) -> u64 {
+        let mut hash = Fnv::new();
+        hash.words(self.lrs.iter().map(|lr| lr.at(t).to_bits()));
+        hash.finish()
     }
 
     /// Brings t up to what is known, without waiting.

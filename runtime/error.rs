@@ -29,6 +29,8 @@ pub enum ErrorKind {
     Unused,
     /// The step was skipped on every rank: averaging by weight, and every rank gave weight 0.
     NoWeight,
+    /// The step was skipped on every rank: ranks had set different learning rates for it.
+    LearningRates,
     /// A device failed. Fatal.
     Device,
     /// A collective failed. Fatal.
@@ -150,7 +152,8 @@ impl Error {
             | ErrorKind::NonFinite
             | ErrorKind::Abandoned
             | ErrorKind::Unused
-            | ErrorKind::NoWeight => false,
+            | ErrorKind::NoWeight
+            | ErrorKind::LearningRates => false,
             ErrorKind::Device
             | ErrorKind::Collective
             | ErrorKind::OrderMismatch

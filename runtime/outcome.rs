@@ -52,8 +52,8 @@ impl StepHandle {
     /// Waits for the outcome, at most as long as the deadlines allow.
     ///
     /// # Errors
-    /// Not fatal: [`ErrorKind::NonFinite`], [`ErrorKind::Abandoned`], [`ErrorKind::Unused`], [`ErrorKind::NoWeight`]: the
-    /// step was skipped on every rank; [`ErrorKind::Misuse`]: it is one of the newest 1024 no more. Fatal: the first cause.
+    /// Not fatal: [`ErrorKind::NonFinite`], [`ErrorKind::Abandoned`], [`ErrorKind::Unused`], [`ErrorKind::NoWeight`],
+    /// [`ErrorKind::LearningRates`]: the step was skipped on every rank; [`ErrorKind::Misuse`]: it is one of the newest 1024 no more. Fatal: the first cause.
     pub fn outcome(&self) -> Result<Outcome, Error> {
         let shared = self.shared.upgrade().ok_or_else(Error::closed)?;
         judge(&shared, self.step, &*shared.session.outcome(self.step)?)
@@ -107,6 +107,10 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
     if report.no_weight {
         let message = "every rank gave weight 0 to a weighted average; every rank skipped the step";
         return Err(error(ErrorKind::NoWeight, shared.rank, None, message));
+    }
+    if let Some(rank) = report.unlike {
+        let message = "its learning rates of this step differ from rank 0's: call set_lr alike on every rank; every rank skipped the step";
+        return Err(error(ErrorKind::LearningRates, rank, None, message));
     }
     if let Some((rank, param)) = report.nonfinite.filter(|_| report.nonfinite_is_error) {
         let message = "its gradient, summed over ranks and owned by this one, is not finite and the configuration says on_nonfinite = \"error\"; every rank skipped the step";

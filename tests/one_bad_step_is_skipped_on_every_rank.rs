@@ -216,6 +216,31 @@ fn weights_that_are_all_zero() {
 }
 
 #[test]
+fn learning_rates_that_differ_between_ranks() {
+    for skip in [Skip::Host, Skip::Device] {
+        on_ranks(3, |rank| {
+            let (mut engine, small) = small::engine(rank, config().skip(skip)).unwrap();
+            let before = small::bits(&engine);
+            let other = engine.rank() == 1;
+            for rates in [Lr::Value(0.5), Lr::schedule(move |t| if other && t == 2 { 0.25 } else { 0.125 })] {
+                if other || matches!(rates, Lr::Schedule(_)) {
+                    engine.set_lr(GroupId::DEFAULT, rates).unwrap();
+                }
+                microbatch(&engine, &small, true, 1.0);
+                let error = engine.step().unwrap().outcome().unwrap_err();
+                assert_eq!((error.kind(), error.rank()), (ErrorKind::LearningRates, Some(1)), "{error}");
+                assert!(!error.is_fatal() && small::bits(&engine) == before);
+            }
+            engine.set_lr(GroupId::DEFAULT, 0.5).unwrap();
+            microbatch(&engine, &small, true, 1.0);
+            assert!(engine.step().unwrap().outcome().unwrap().updated);
+            assert_ne!(small::bits(&engine), before);
+            engine.close().unwrap();
+        });
+    }
+}
+
+#[test]
 fn learning_rate_schedules_stand_still_over_a_skipped_step() {
     for (skip, in_flight) in [(Skip::Host, 2), (Skip::Device, 1), (Skip::Device, 2), (Skip::Device, 3)] {
         schedules_stand_still(&config().skip(skip).steps_in_flight(in_flight));

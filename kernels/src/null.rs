@@ -45,6 +45,7 @@ pub fn updated_report() -> StepReport {
         spoiled: None,
         nonfinite_is_error: false,
         no_weight: false,
+        unlike: None,
         stop: false,
     }
 }

@@ -34,6 +34,8 @@ pub struct HostVerdict {
     pub weight: f64,
     /// This rank was asked to stop.
     pub stop: bool,
+    /// A hash of what all hosts must have set alike for this step: learning rates.
+    pub alike: u64,
 }
 
 /// Why a rank spoils a step.
@@ -173,6 +175,8 @@ pub struct StepReport {
     pub nonfinite_is_error: bool,
     /// Weighted averaging was asked for and all ranks gave weight 0.
     pub no_weight: bool,
+    /// The first rank whose host has set for this step what rank 0's has not ([`HostVerdict::alike`]).
+    pub unlike: Option<usize>,
     /// Some rank was asked to stop.
     pub stop: bool,
 }

@@ -12,7 +12,7 @@ impl RankRecord {
     pub const BYTES: usize = 64;
 
     /// Eight 64-bit words: `sum_powers`, `max_abs`, `zeros`, non-finite parameter + 1 (0: none), weight, kind and parameter
-    /// of what spoils the step (lower and upper half; kind 0: nothing), stop, 0.
+    /// of what spoils the step (lower and upper half; kind 0: nothing), stop, hash of what must be alike.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let (kind, param) = match self.host.spoiled {
             None => (0, 0),
@@ -28,14 +28,14 @@ impl RankRecord {
             self.host.weight.to_bits(),
             u64::from(kind) | u64::from(param) << 32,
             u64::from(self.host.stop),
-            0,
+            self.host.alike,
         ])
     }
 
     /// The inverse of [`RankRecord::to_bytes`]. An unknown kind of spoiling reads as [`Spoiled::Abandoned`]: the step is not
     /// taken.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let [sum_powers, max_abs, zeros, nonfinite, weight, spoiled, stop, _] = words(bytes);
+        let [sum_powers, max_abs, zeros, nonfinite, weight, spoiled, stop, alike] = words(bytes);
         let param = (spoiled >> 32) as u32;
         let spoiled = match spoiled as u32 {
             0 => None,
@@ -48,7 +48,7 @@ impl RankRecord {
             max_abs: f64::from_bits(max_abs),
             zeros,
             nonfinite: param_from_u64(nonfinite),
-            host: HostVerdict { spoiled, weight: f64::from_bits(weight), stop: stop != 0 },
+            host: HostVerdict { spoiled, weight: f64::from_bits(weight), stop: stop != 0, alike },
         }
     }
 }
@@ -106,7 +106,7 @@ mod tests {
         for spoiled in kinds.map(Some).into_iter().chain([None]) {
             for nonfinite in [None, Some(0), Some(u32::MAX)] {
                 for stop in [false, true] {
-                    let host = HostVerdict { spoiled, weight: 123.5, stop };
+                    let host = HostVerdict { spoiled, weight: 123.5, stop, alike: 0xfeed_0000_beef };
                     let record = RankRecord { sum_powers: 1e70, max_abs: 3.0, zeros: u64::MAX, nonfinite, host };
                     assert_eq!(RankRecord::from_bytes(&record.to_bytes()), record);
                 }

@@ -23,7 +23,8 @@ pub fn fold(partials: impl IntoIterator<Item = Partial>, host: HostVerdict) -> R
 /// The step's verdict from all ranks' records, which come in rank order: leaves factor, skip flag and the next step's loss
 /// scale in `scalars`, and tells the host.
 ///
-/// The step is skipped if any rank spoils it, if any gradient is not finite, or if the weights add up to nothing. Only a
+/// The step is skipped if any rank spoils it, if any gradient is not finite, if the weights add up to nothing, or if hosts differ in
+/// what they must set alike. Only a
 /// step that ends on its gradients' merits (updated, or skipped because they are not finite) moves the scaler: a spoiled
 /// step's gradients say nothing about the scale.
 ///
@@ -44,7 +45,8 @@ pub fn judge(records: &[RankRecord], rule: &VerdictRule, scaler: &ScalerRule, sc
         Average::Ranks(ranks) => Some(1.0 / ranks as f64),
         Average::Weight => reciprocal(job.weight),
     };
-    if spoiled.is_none() && average.is_some() {
+    let unlike = records.iter().position(|record| record.host.alike != records[0].host.alike);
+    if spoiled.is_none() && unlike.is_none() && average.is_some() {
         scalars.move_scale(scaler, nonfinite.is_some());
     }
 
@@ -60,10 +62,11 @@ pub fn judge(records: &[RankRecord], rule: &VerdictRule, scaler: &ScalerRule, sc
             && *scaler == ScalerRule::None
             && rule.on_nonfinite == OnNonFinite::Error,
         no_weight: average.is_none(),
+        unlike,
         stop: records.iter().any(|record| record.host.stop),
     };
     match average {
-        Some(average) if nonfinite.is_none() && spoiled.is_none() => {
+        Some(average) if nonfinite.is_none() && spoiled.is_none() && unlike.is_none() => {
             let unscale = 1.0 / f64::from(loss_scale);
             let norm = rule.norm.of(job.sum_powers, job.max_abs) * average * unscale;
             scalars.factor = average * unscale * clip_factor(rule.max_norm, norm);
@@ -230,6 +233,18 @@ mod tests {
         let rule = VerdictRule { average: Average::Weight, ..RANKS };
         let (scalars, report) = judged(&[weighing(36.0, 0.0), weighing(64.0, 20.0)], &rule, &ScalerRule::None);
         assert_eq!((scalars.factor, report.grad_norm, report.no_weight), (0.05, Some(0.5), false));
+    }
+
+    #[test]
+    fn hosts_that_differ_in_what_must_be_alike_skip_and_the_first_of_them_is_told() {
+        let of = |alike| RankRecord { host: HostVerdict { alike, ..HostVerdict::default() }, ..record(1.0) };
+        let mut scalars = Scalars::initial(&DYNAMIC);
+        let before = scalars;
+        let report = judge(&[of(7), of(7), of(8), of(9)], &RANKS, &DYNAMIC, &mut scalars);
+        assert!(report.unlike == Some(2) && !report.updated && scalars.skip, "{report:?}");
+        assert_eq!((scalars.scale, scalars.growth_counter), (before.scale, before.growth_counter));
+        let report = judge(&[of(7), of(7)], &RANKS, &DYNAMIC, &mut scalars);
+        assert!(report.unlike.is_none() && report.updated);
     }
 
     #[test]
