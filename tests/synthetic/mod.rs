@@ -264,6 +264,11 @@ impl Expected {
         &self.state[self.view_of[rank]].weights[param.index()]
     }
 
+    /// Whether two ranks hold the same parameters.
+    pub fn alike(&self, one: usize, other: usize) -> bool {
+        self.view_of[one] == self.view_of[other]
+    }
+
     pub fn updated_steps(&self) -> u64 {
         self.verdicts.iter().filter(|v| v.updated).count() as u64
     }
