@@ -183,6 +183,11 @@ impl Plan {
         self.groups
     }
 
+    /// Where parameters start and buckets end.
+    pub fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
     /// Where gathered parameters land.
     pub fn storage(&self) -> Storage {
         self.storage
