@@ -335,26 +335,26 @@ fn ranks_with_different_configurations_learn_what_differs() {
 
 #[test]
 fn ranks_whose_models_or_layouts_differ_learn_in_what() {
-    fn with(options: gatherflow::ParamOptions) -> gatherflow::Model {
+    use gatherflow::ParamOptions;
+    fn with(options: ParamOptions) -> gatherflow::Model {
         let (mut model, small) = small::model();
         model.param_with(small.other_unit, "last", &[8], gatherflow::DType::F32, options).unwrap();
         model
     }
     type Change = fn(gatherflow::Config) -> (gatherflow::Model, gatherflow::Config);
     let cases: [(Change, &str); 4] = [
-        (|config| (with(Default::default()), config.layout(gatherflow::Layout::Reference)), "`layout`"),
-        (|config| (with(Default::default()), config.gather_group_bytes(4096)), "`gather_group_bytes`"),
+        (|config| (with(ParamOptions::default()), config.layout(gatherflow::Layout::Reference)), "`layout`"),
+        (|config| (with(ParamOptions::default()), config.gather_group_bytes(4096)), "`gather_group_bytes`"),
         (
             |config| {
-                let options = gatherflow::ParamOptions { tensor_parallel: true, ..Default::default() };
+                let options = ParamOptions { tensor_parallel: true, ..ParamOptions::default() };
                 (with(options), config)
             },
             "parameter last = [8] f32, f32 gradients, group 0, tensor-parallel",
         ),
         (
             |config| {
-                let options =
-                    gatherflow::ParamOptions { grad_dtype: Some(gatherflow::DType::Bf16), ..Default::default() };
+                let options = ParamOptions { grad_dtype: Some(gatherflow::DType::Bf16), ..ParamOptions::default() };
                 (with(options), config)
             },
             "parameter last = [8] f32, bf16 gradients",
@@ -362,7 +362,7 @@ fn ranks_whose_models_or_layouts_differ_learn_in_what() {
     ];
     for (change, says) in cases {
         for error in on_ranks(2, |rank| {
-            let plain = (with(Default::default()), config());
+            let plain = (with(ParamOptions::default()), config());
             let (model, config) = if rank.rank() == 1 { change(config()) } else { plain };
             gatherflow::Engine::new(rank, model, config, |_, out| out.fill_with(|_| 1.0)).unwrap_err()
         }) {
