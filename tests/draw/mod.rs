@@ -95,6 +95,10 @@ pub struct StepDraw {
     pub overflow: Option<Index>,
     pub evaluate: Evaluate,
     pub zero_grad: bool,
+    /// Of the units, before forward, and the rank that does so (all, if none).
+    pub prefetch: Option<(Index, Option<Index>)>,
+    /// The rank that swaps other parameters in and back after the step.
+    pub swap: Option<Index>,
 }
 
 /// How a rank's forward goes through the units; another way on every rank and in every microbatch, but for the first.
@@ -246,8 +250,17 @@ impl Draw {
             trainer.engine.zero_grad().unwrap();
         }
         evaluates(trainer, step.evaluate.before);
+        if let Some((unit, rank)) = step.prefetch
+            && rank.is_none_or(|rank| rank.index(self.ranks()) == trainer.rank())
+        {
+            let units = &trainer.job.net.units;
+            trainer.engine.prefetch(units[unit.index(units.len())].id).unwrap();
+        }
         trainer.microbatches_with(|trainer| evaluates(trainer, step.evaluate.between_microbatches));
         trainer.step();
+        if step.swap.is_some_and(|rank| rank.index(self.ranks()) == trainer.rank()) {
+            trainer.engine.swap_params(|_, out| out.fill_with(|_| f32::NAN)).unwrap().back().unwrap();
+        }
         evaluates(trainer, step.evaluate.after);
     }
 }
@@ -346,8 +359,10 @@ fn step() -> impl Strategy<Value = StepDraw> {
     let evaluate = (rarely(), rarely(), rarely(), prop::option::of(any::<Index>())).prop_map(
         |(before, between_microbatches, after, alone)| Evaluate { before, between_microbatches, after, alone },
     );
-    (0_usize..4, any::<bool>(), order, any::<u64>(), overflow, evaluate, any::<bool>()).prop_map(
-        |(microbatches, uneven, order, seed, overflow, evaluate, zero_grad)| StepDraw {
+    let prefetch = prop::option::weighted(0.3, (any::<Index>(), prop::option::of(any::<Index>())));
+    let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()));
+    (0_usize..4, any::<bool>(), order, any::<u64>(), overflow, evaluate, beside).prop_map(
+        |(microbatches, uneven, order, seed, overflow, evaluate, (zero_grad, prefetch, swap))| StepDraw {
             microbatches,
             uneven,
             order,
@@ -355,6 +370,8 @@ fn step() -> impl Strategy<Value = StepDraw> {
             overflow,
             evaluate,
             zero_grad,
+            prefetch,
+            swap,
         },
     )
 }
