@@ -27,6 +27,8 @@ pub struct Draw {
     pub grad_dtype: DType,
     pub adam_w: bool,
     pub scaler: Option<Scaler>,
+    /// Averages by weights, 0 on some ranks.
+    pub weighted: bool,
     /// Beside the three that every model has.
     pub groups: Vec<Group>,
     pub units: Vec<UnitDraw>,
@@ -217,6 +219,9 @@ impl Draw {
             overflows: &overflows,
             may_stand_still: true,
             scaler: self.scaler(&net, grad_dtype),
+            weight: self
+                .weighted
+                .then_some(|step, copy| (random_bits(&[step, copy as u64]) % 3 + u64::from(copy == 0)) as f64 / 2.0),
             adam_w: self.adam_w,
             grad_dtype,
             bucket_size: self.bucket_size,
@@ -273,14 +278,15 @@ pub fn draws() -> impl Strategy<Value = Draw> {
     let layout = prop_oneof![2 => Just(Layout::Standard), 1 => Just(Layout::Reference)];
     let ranks = prop_oneof![2 => (1_usize..=8, Just(1_usize)), 1 => (1_usize..=4, 1_usize..=3)];
     let ranks = (ranks, prop_oneof![1 => Just(Vec::new()), 1 => prop::collection::vec(shard_group(), 1..4)]);
-    let layout = (ranks, sizes, layout, select(DTYPES.to_vec()), any::<bool>());
+    let averages = (any::<bool>(), prop::bool::weighted(0.3));
+    let layout = (ranks, sizes, layout, select(DTYPES.to_vec()), averages);
     let scale = (0_i32..24, 1_u32..4, 1_i32..3)
         .prop_map(|(scale, interval, hysteresis)| Scaler::new(2.0_f32.powi(scale), interval, hysteresis));
     let groups = prop::collection::vec(group(), 0..3);
     let units = prop::collection::vec(unit(), 1..5);
     let steps = prop::collection::vec(step(), 1..5);
     (layout, prop::option::of(scale), groups, units, steps, setting()).prop_map(
-        |((ranks, bucket_size, layout, grad_dtype, adam_w), scaler, groups, units, steps, setting)| {
+        |((ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)), scaler, groups, units, steps, setting)| {
             let ((copies, model_parallel), shard_groups) = ranks;
             Draw {
                 copies,
@@ -291,6 +297,7 @@ pub fn draws() -> impl Strategy<Value = Draw> {
                 grad_dtype,
                 adam_w,
                 scaler,
+                weighted,
                 groups,
                 units,
                 steps,
