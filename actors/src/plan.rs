@@ -110,6 +110,7 @@ pub struct Plan {
     frozen: Vec<FrozenPlan>,
     order: Vec<BucketId>,
     call_ends: Vec<u32>,
+    call_bytes: usize,
 }
 
 impl Plan {
@@ -169,6 +170,7 @@ impl Plan {
             frozen: layout.frozen,
             order,
             call_ends: Vec::new(),
+            call_bytes: 0,
         }
         .with_gather_calls(0))
     }

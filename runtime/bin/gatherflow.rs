@@ -170,6 +170,7 @@ fn json(plan: &Plan) -> serde_json::Value {
             "bucket": bucket.id.0,
             "buffer": bucket.buffer.0,
             "dtype": plan.buffer(bucket.buffer).dtype.name(),
+            "shard_group": plan.shard_group(bucket.id).name,
             "numel": bucket.numel(),
             "param_numel": bucket.param_numel,
             "shard_numel": bucket.shard_numel,
@@ -188,10 +189,12 @@ fn json(plan: &Plan) -> serde_json::Value {
     let allocations = memory.allocations.iter().map(|a| (a.purpose.to_string(), a.bytes.into()));
     serde_json::json!({
         "ranks": plan.ranks(),
+        "model_parallel": plan.model_parallel(),
         "params": plan.params().len(),
         "numel": plan.params().iter().map(|p| p.numel).sum::<usize>(),
         "buckets": buckets.collect::<Vec<_>>(),
         "gather_order": plan.gather_order().iter().map(|b| b.0).collect::<Vec<_>>(),
+        "gather_calls": plan.calls(),
         "memory_bytes": allocations.collect::<serde_json::Map<_, _>>(),
         "total_bytes": memory.total_bytes(),
         "storage": plan.storage().name(),
