@@ -82,6 +82,7 @@ impl Plan {
         }
         for group in &self.shard_groups[1..] {
             let others = match group.across {
+                _ if group.ranks == self.data_parallel() => "there are no others",
                 Across::Replicas => "the others hold replicas",
                 Across::Experts => "the others hold other parameters",
             };
