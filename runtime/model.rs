@@ -47,8 +47,7 @@ pub struct ShardGroup {
     /// each other. Of experts, every rank of a group must start from the same values.
     pub across: Across,
     /// Gradients are divided by this number of ranks. `None`: by as many as add up, all of them for replicas, the group's own for
-    /// experts. Where experts see the tokens of all ranks, give the number of all ranks. With `average = "weight"` by that share of
-    /// the sum of all weights: this number over that of the ranks with data of their own.
+    /// experts. Where experts see the tokens of all ranks, give the number of all ranks.
     pub average_over: Option<usize>,
 }
 
