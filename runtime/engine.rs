@@ -283,9 +283,11 @@ impl Engine {
     /// With `first_gather = "zero_grad"` the gathers of the newest parameters start here.
     ///
     /// # Errors
-    /// A gradient that is being written or is complete (its reduction may have begun), by name (SPEC P9).
+    /// A gradient that is being written or is complete (its reduction may have begun), by name (SPEC P9); the first cause of a
+    /// fatal failure.
     pub fn zero_grad(&mut self) -> Result<(), Error> {
         self.shared.check_open()?;
+        self.shared.check_alive()?;
         let forgotten = self.shared.gradients.forget_writes().map_err(|(param, refused)| {
             Error::misuse(match refused {
                 Refused::GuardAlive => "a gradient guard of it is alive: complete it before zero_grad",

@@ -44,7 +44,8 @@ impl OwnedPass {
     /// Enters a unit in forward: waits until its parameters are there.
     ///
     /// # Errors
-    /// A pass of an earlier step, a unit of another chunk, or the first cause of a fatal failure.
+    /// A pass of an earlier step, a unit of another chunk, parameters that are swapped unless it is for evaluation, or the
+    /// first cause of a fatal failure.
     pub fn enter(&self, unit: UnitId) -> Result<(), Error> {
         self.current()?.enter(self.chunk, unit, self.counts)
     }
@@ -72,7 +73,8 @@ impl OwnedPass {
     /// A parameter, in its own dtype: waits until it is there.
     ///
     /// # Errors
-    /// A pass of an earlier step, an unknown id, another dtype, or the first cause of a fatal failure.
+    /// A pass of an earlier step, an unknown id, another dtype, parameters that are swapped unless it is for evaluation, or the
+    /// first cause of a fatal failure.
     pub fn read<T: Element>(&self, param: ParamId) -> Result<OwnedRead<T>, Error> {
         let live = self.hold(param)?;
         live.shared.session.param_ready(param)?;
@@ -126,7 +128,8 @@ impl OwnedPass {
         OwnedGrad::new(live, zeroed)
     }
 
-    /// Counts the guard first and looks at the step then, so that a concurrent `step` sees one or the other.
+    /// Counts the guard first and looks at the step (and at swapped parameters) then, so that a concurrent `step` (or
+    /// `swap_params`) sees one or the other.
     fn hold(&self, param: ParamId) -> Result<Live<Arc<Shared>>, Error> {
         let shared = self.current()?;
         shared.param(param)?;
@@ -142,6 +145,13 @@ impl OwnedPass {
     }
 
     fn check_current(&self, shared: &Shared) -> Result<(), Error> {
+        if self.mode == Mode::Train {
+            shared.check_not_swapped()?;
+        }
+        self.check_step(shared)
+    }
+
+    fn check_step(&self, shared: &Shared) -> Result<(), Error> {
         shared.check_open()?;
         let now = shared.steps();
         if now == self.step {
@@ -160,7 +170,8 @@ impl Drop for OwnedPass {
     fn drop(&mut self) {
         if std::thread::panicking()
             && self.mode == Mode::Train
-            && let Ok(shared) = self.current()
+            && let Some(shared) = self.shared.upgrade()
+            && self.check_step(&shared).is_ok()
         {
             shared.abandon_pass(self.chunk, self.counts);
         }

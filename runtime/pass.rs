@@ -124,9 +124,7 @@ pub(crate) fn begin(shared: &Shared, chunk: ChunkId, microbatch: usize, last: bo
         return Err(Error::misuse(format!("there is no chunk {}: use the ids that registration returned", chunk.0))
             .on_rank(shared.rank));
     }
-    if let Some(cause) = shared.session.failed() {
-        return Err(cause.into());
-    }
+    shared.check_alive()?;
     if mode == Mode::Eval {
         return Ok(false);
     }

@@ -69,6 +69,11 @@ impl Shared {
         Err(first.map_or_else(|| Error::closed().on_rank(self.rank), Error::from))
     }
 
+    /// The first cause, once there is one: also for calls that ask nothing of the actors.
+    pub(crate) fn check_alive(&self) -> Result<(), Error> {
+        self.session.failed().map_or(Ok(()), |cause| Err(cause.into()))
+    }
+
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
     }

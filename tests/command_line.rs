@@ -33,6 +33,24 @@ fn help_lists_every_configuration_key() {
 }
 
 #[test]
+fn the_model_description_in_the_help_is_one_and_all_its_fields_are_named() {
+    let help = String::from_utf8(gatherflow(&["plan", "--help"]).stdout).unwrap();
+    let (_, example) = help.split_once("\n\n  [[").unwrap();
+    let (example, _) = example.split_once("\n\n").unwrap();
+    let output = gatherflow(&["plan", &file("help.toml", &format!("[[{example}")), "--ranks", "4"]);
+    assert!(output.status.success(), "{}", String::from_utf8(output.stderr).unwrap());
+    // The parser lists what it takes.
+    let unknown = "[[chunk]]\n[[chunk.unit]]\nname = \"u\"\nparams = [{ fields = 1 }]\n[[shard_group]]\nfields = 1";
+    let output = gatherflow(&["plan", &file("fields.toml", unknown)]);
+    let message = String::from_utf8(output.stderr).unwrap();
+    let fields: Vec<&str> = message.split('`').skip(3).step_by(2).collect();
+    assert!(fields.contains(&"shape") && fields.contains(&"shard_group"), "{message}");
+    for field in fields {
+        assert!(help.contains(field), "{field} is not in {help}");
+    }
+}
+
+#[test]
 fn plan_prints_a_gpt_for_people_and_as_json() {
     let text = gatherflow(&["plan", "--gpt", "2,64,256", "--ranks", "2", "--num-buckets", "4"]);
     assert!(text.status.success());

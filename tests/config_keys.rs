@@ -128,6 +128,8 @@ fn an_unknown_variable_is_refused_by_name_with_the_nearest_one_and_others_are_le
     let others = [
         ("GATHERFLOW_NCCL", "/lib/libnccl.so"),
         ("GATHERFLOW_BENCH_NUMEL", "9"),
+        ("GATHERFLOW_MEMORY_MB", "9"),
+        ("GATHERFLOW_PROPERTY_SECONDS", "9"),
         ("GATHERFLOW_SOAK_SECONDS", "9"),
         ("GATHERFLOW_TRAIN_GPT_SETTLED", "1"),
         ("GATHERFLOWER", "1"),

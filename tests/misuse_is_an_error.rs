@@ -278,7 +278,7 @@ fn an_engine_that_is_dropped_ends_the_wait_for_an_outcome_on_another_thread() {
 }
 
 #[test]
-fn a_close_that_failed_says_so_again_and_so_does_every_call_after_it() {
+fn every_call_after_a_fatal_failure_tells_its_cause_again_and_so_does_close() {
     on_ranks(2, |rank| {
         let (mut engine, small) = small::engine(rank, config()).unwrap();
         if engine.rank() == 0 {
@@ -287,6 +287,11 @@ fn a_close_that_failed_says_so_again_and_so_does_every_call_after_it() {
         let first = engine.step().and_then(|handle| handle.outcome()).unwrap_err();
         assert_eq!(first.kind(), ErrorKind::RankLost, "{first}");
         let again = |error: Error| assert_eq!(error.to_string(), first.to_string());
+        again(engine.zero_grad().unwrap_err());
+        again(engine.prefetch(small.first).unwrap_err());
+        again(engine.write_param(small.frozen, |_| unreachable!()).unwrap_err());
+        again(engine.swap_params(|_, _| unreachable!()).unwrap_err());
+        again(engine.reload_masters().unwrap_err());
         again(engine.close().unwrap_err());
         again(engine.close().unwrap_err());
         again(engine.step().unwrap_err());
@@ -325,6 +330,45 @@ fn ranks_with_different_configurations_learn_what_differs() {
     for error in errors {
         assert_eq!(error.kind(), ErrorKind::StartUp, "{error}");
         assert!(error.to_string().contains("clipping"), "{error}");
+    }
+}
+
+#[test]
+fn ranks_whose_models_or_layouts_differ_learn_in_what() {
+    use gatherflow::ParamOptions;
+    fn with(options: ParamOptions) -> gatherflow::Model {
+        let (mut model, small) = small::model();
+        model.param_with(small.other_unit, "last", &[8], gatherflow::DType::F32, options).unwrap();
+        model
+    }
+    type Change = fn(gatherflow::Config) -> (gatherflow::Model, gatherflow::Config);
+    let cases: [(Change, &str); 4] = [
+        (|config| (with(ParamOptions::default()), config.layout(gatherflow::Layout::Reference)), "`layout`"),
+        (|config| (with(ParamOptions::default()), config.gather_group_bytes(4096)), "`gather_group_bytes`"),
+        (
+            |config| {
+                let options = ParamOptions { tensor_parallel: true, ..ParamOptions::default() };
+                (with(options), config)
+            },
+            "parameter last = [8] f32, f32 gradients, group 0, tensor-parallel",
+        ),
+        (
+            |config| {
+                let options = ParamOptions { grad_dtype: Some(gatherflow::DType::Bf16), ..ParamOptions::default() };
+                (with(options), config)
+            },
+            "parameter last = [8] f32, bf16 gradients",
+        ),
+    ];
+    for (change, says) in cases {
+        for error in on_ranks(2, |rank| {
+            let plain = (with(ParamOptions::default()), config());
+            let (model, config) = if rank.rank() == 1 { change(config()) } else { plain };
+            gatherflow::Engine::new(rank, model, config, |_, out| out.fill_with(|_| 1.0)).unwrap_err()
+        }) {
+            assert_eq!(error.kind(), ErrorKind::StartUp, "{error}");
+            assert!(error.to_string().contains(says), "{says}: {error}");
+        }
     }
 }
 

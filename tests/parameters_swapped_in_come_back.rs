@@ -104,6 +104,9 @@ fn nothing_trains_on_parameters_that_are_swapped_in() {
     let says = "other parameters are swapped in";
     misuse(engine.step().map(drop), says);
     misuse(engine.pass(small.chunk, 0, true, Mode::Train), says);
+    misuse(owned.enter(small.first), says);
+    misuse(owned.read::<f32>(small.tied), says);
+    misuse(owned.leave(small.first), says);
     misuse(owned.grad::<f32>(small.own), says);
     misuse(engine.write_param(small.own, |_| unreachable!()), says);
     misuse(engine.reload_masters(), says);

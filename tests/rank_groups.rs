@@ -219,6 +219,22 @@ fn ranks_that_share_a_copy_must_start_from_the_same_values_and_others_take_their
 }
 
 #[test]
+fn experts_of_one_copy_must_start_from_the_same_values_too() {
+    let config = |how| config().model_parallel(2).start_params(how);
+    let start = |config, values| {
+        let started = on_ranks(Across::Experts, &config, values, |engine| engine.map(|mut e| e.close().unwrap()).err());
+        started.into_iter().map(|error| error.map(|error| error.to_string())).collect::<Vec<_>>()
+    };
+    assert!(start(config(StartParams::Check), [1.0; 4]).iter().all(Option::is_none));
+    assert!(start(config(StartParams::Broadcast), [1.0, 1.0, 3.0, 4.0]).iter().all(Option::is_none));
+    for how in [StartParams::Check, StartParams::Broadcast] {
+        for told in start(config(how), [1.0, 2.0, 1.0, 2.0]) {
+            assert!(told.unwrap().contains("hash of the initial parameters that ranks 0, 1 share"), "{how:?}");
+        }
+    }
+}
+
+#[test]
 fn ranks_that_cannot_share_copies_of_the_model_are_refused() {
     let error = model(Across::Experts).plan(4, &config().model_parallel(3)).unwrap_err();
     assert!(error.to_string().contains("`model_parallel`") && error.to_string().contains("4 ranks"), "{error}");

@@ -11,7 +11,7 @@ use std::thread;
 
 use gatherflow::{
     Back, Busy, Config, Engine, Error, Grad, Lr, Mode, Model, Outcome, OwnedGrad, OwnedPass, OwnedRead, Pass, Plan,
-    Rank, Read, Ready, Report, StepHandle, StopFlag, UnitGuard, bf16, candle,
+    Rank, Read, Ready, Report, StepHandle, StopFlag, Swapped, UnitGuard, bf16, candle,
 };
 use small::{config, microbatch, on_ranks, solo};
 
@@ -70,6 +70,7 @@ fn by_the_compiler() -> BTreeMap<String, [&'static str; 3]> {
         owned "Lr": Lr;
         owned "candle::Forward": candle::Forward;
         owned "candle::VarOptimizer": candle::VarOptimizer;
+        borrowing "Swapped": Swapped<'_>;
         borrowing "Pass": Pass<'_>;
         borrowing "UnitGuard": UnitGuard<'_>;
         borrowing "Back": Back<'_>;

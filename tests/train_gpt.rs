@@ -181,6 +181,11 @@ fn a_device_that_computes_nothing_is_refused() {
 }
 
 #[test]
+fn ranks_that_share_a_copy_of_the_model_are_refused_where_each_has_data_of_its_own() {
+    refused(&["--ranks", "4", "--config", &file("parallel.toml", b"model_parallel = 2")], "`model_parallel`");
+}
+
+#[test]
 fn counts_that_no_machine_has_room_for_are_refused_by_name() {
     for flag in ["--steps", "--batch", "--layers", "--ranks", "--seq", "--width", "--vocab", "--accumulate"] {
         for count in ["18446744073709551615", "9999999999"] {

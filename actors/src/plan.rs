@@ -115,6 +115,7 @@ pub struct Plan {
     order: Vec<BucketId>,
     call_ends: Vec<u32>,
     copies: Vec<Vec<BucketId>>,
+    call_bytes: usize,
 }
 
 impl Plan {
@@ -176,6 +177,7 @@ impl Plan {
             frozen: layout.frozen,
             order,
             call_ends: Vec::new(),
+            call_bytes: 0,
         }
         .with_gather_calls(0))
     }
@@ -188,6 +190,11 @@ impl Plan {
     /// Number of optimizer groups.
     pub fn groups(&self) -> usize {
         self.groups
+    }
+
+    /// Where parameters start and buckets end.
+    pub fn alignment(&self) -> Alignment {
+        self.alignment
     }
 
     /// Where gathered parameters land.

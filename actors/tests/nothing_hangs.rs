@@ -14,28 +14,27 @@ use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
 use drills::{
-    End, LIMIT, Part, a_new_session_works, actors, alone, at_message, at_work, messages, nothing_is_left, one_cause,
-    run, scenario,
+    End, LIMIT, Part, a_new_session_works, actors, alone, at_message, at_work, in_calls, in_groups, messages,
+    nothing_is_left, one_cause, run, scenario,
 };
 use gatherflow_actors::drill::Fault;
 use gatherflow_actors::plan::Storage;
-use gatherflow_actors::{ActorName, Driver, LrRow, Overlap, Ranks, Session, StepRequest};
+use gatherflow_actors::{ActorName, Driver, FirstGather, LrRow, Overlap, Ranks, Session, StepRequest};
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::{Cause, FailureKind, OpenOptions, Work};
 use scenario::{Draw, Scenario};
 
 /// Every actor, every message of a run: the fault's text is what everybody hears.
-fn every_message(ranks: usize, text: &str, fault: &Fault) {
-    let mut fired_in_steps = 0;
-    for (actor, count) in messages(ranks) {
+fn every_message(scenario: &Scenario, text: &str, fault: &Fault) {
+    let (mut fired_in_steps, ranks) = (0, scenario.shape.ranks);
+    for (actor, count) in messages(scenario) {
         for nth in 0..count {
             let drilled = nth as usize % ranks;
             let label = format!("{ranks} ranks, {fault:?} of the {actor} of rank {drilled} at its message {nth}");
             let mut parts = vec![Part::default(); ranks];
             let (drill, fired) = at_message(actor, nth, fault.clone(), &parts[drilled].at_step);
             parts[drilled].drill = Some(drill);
-            let scenario = scenario(ranks);
-            let ends = run(&label, &scenario, "cpu", parts);
+            let ends = run(&label, scenario, "cpu", parts);
             let failed: Vec<_> = ends.iter().filter(|end| !matches!(end, End::Closed)).cloned().collect();
             match fired.load(Ordering::SeqCst) {
                 0 => assert!(failed.is_empty(), "{label}: nothing was wrong, but {ends:?}"),
@@ -60,37 +59,43 @@ fn every_message(ranks: usize, text: &str, fault: &Fault) {
     a_new_session_works(ranks);
 }
 
+/// Plain ones, and what has more collectives.
+fn scenarios() -> [Scenario; 4] {
+    [scenario(2), scenario(3), in_calls(2), in_groups()]
+}
+
 #[test]
 fn an_actor_that_fails_at_any_message_ends_every_wait_on_every_rank_with_its_cause() {
     let _alone = alone();
-    for ranks in [2, 3] {
-        every_message(ranks, "failed: drill", &Fault::Fail("drill".into()));
+    for scenario in scenarios() {
+        every_message(&scenario, "failed: drill", &Fault::Fail("drill".into()));
     }
 }
 
 #[test]
 fn an_actor_that_panics_at_any_message_ends_every_wait_on_every_rank_with_its_cause() {
     let _alone = alone();
-    for ranks in [2, 3] {
-        every_message(ranks, "panicked: drill", &Fault::Panic("drill".into()));
+    for scenario in scenarios() {
+        every_message(&scenario, "panicked: drill", &Fault::Panic("drill".into()));
     }
 }
 
 #[test]
 fn an_actor_thread_that_ends_at_any_message_ends_every_wait_on_every_rank() {
     let _alone = alone();
-    for ranks in [2, 3] {
-        every_message(ranks, "the actor thread ended", &Fault::EndThread);
+    for scenario in scenarios() {
+        every_message(&scenario, "the actor thread ended", &Fault::EndThread);
     }
 }
 
 /// Collectives and kernels alike: every piece of work of one rank, start-up included.
 fn every_work(inject: &Inject, expect: &dyn Fn(&str, &Cause)) {
-    for ranks in [2, 3] {
+    for scenario in scenarios() {
+        let ranks = scenario.shape.ranks;
         let mut parts = vec![Part::default(); ranks];
         let (hook, count) = at_work(u64::MAX, Inject::Nothing);
         parts[ranks - 1].before_work = Some(hook);
-        run("counting work", &scenario(ranks), "cpu", parts);
+        run("counting work", &scenario, "cpu", parts);
         let count = count.load(Ordering::SeqCst);
         assert!(count > 40, "{count}");
         // The last step's work may be over before anybody looks.
@@ -100,7 +105,7 @@ fn every_work(inject: &Inject, expect: &dyn Fn(&str, &Cause)) {
             let drilled = nth as usize % ranks;
             let mut parts = vec![Part::default(); ranks];
             parts[drilled].before_work = Some(at_work(nth, inject.clone()).0);
-            let ends = run(&label, &scenario(ranks), "cpu", parts);
+            let ends = run(&label, &scenario, "cpu", parts);
             if nth < must_fail {
                 let cause = one_cause(&label, &ends);
                 assert!(cause.kind == FailureKind::Deadline || cause.rank == drilled, "{label}: {cause}");
@@ -183,9 +188,14 @@ fn a_soak_of_random_faults_hangs_nowhere() {
 
 fn soak(seed: u64) {
     let mut draw = Draw::new(seed);
-    let ranks = 1 + draw.below(4);
-    let overlap = [Overlap::None, Overlap::Chain, Overlap::Window][draw.below(3)];
-    let mut scenario = Scenario { overlap, ..scenario(ranks) };
+    let grouped = draw.chance(25);
+    let mut scenario = if grouped { in_groups() } else { scenario(1 + draw.below(4)) };
+    let ranks = scenario.shape.ranks;
+    scenario.overlap = [Overlap::None, Overlap::Chain, Overlap::Window][draw.below(3)];
+    scenario.first_gather = [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)];
+    scenario.call_bytes = [0, 600, 5_000][draw.below(3)];
+    scenario.steps_in_flight = 1 + draw.below(4) as u32;
+    scenario.skipped = if draw.chance(30) { vec![1] } else { Vec::new() };
     scenario.credits = [1, 2, u32::MAX][draw.below(3)];
     scenario.overlap_grad_reduce = draw.chance(50);
     scenario.issue_on_thread = draw.chance(40);
@@ -222,7 +232,7 @@ fn soak(seed: u64) {
         text.push(format!("{fault:?} of the {actor} of rank {rank} at its message {nth}"));
         part.drill = Some(at_message(actor, nth, fault, &part.at_step).0);
     }
-    let label = format!("seed {seed}: {ranks} ranks, {overlap:?}, {}, {}", scenario.shape.storage, text.join(" and "));
+    let label = format!("seed {seed}: {}, {scenario:?}", text.join(" and "));
     let vanishing = text.iter().any(|what| what.contains("Vanish"));
     let ends = run(&label, &scenario, "cpu", parts);
     // Those that failed say the same; who has vanished has only its own word.

@@ -369,6 +369,16 @@ fn what_cannot_help_is_said_once_and_is_no_error() {
 }
 
 #[test]
+fn calls_that_cannot_help_are_told_with_what_to_do() {
+    let params = ["a", "b", "c"].map(|name| f32(name, 100)).to_vec();
+    let input = PlanInput { bucketing: Bucketing::Size(1), ..input(2, params, &[&[&[0], &[1], &[2]]]) };
+    let hints = |bytes| Plan::new(&input).unwrap().with_gather_calls(bytes).hints();
+    assert!(hints(0).is_empty() && hints(1024).is_empty());
+    assert!(hints(1023)[0].contains("`gather_group_bytes` = 1023"), "{:?}", hints(1023));
+    assert!(hints(1 << 20)[0].contains("ask for a smaller `gather_group_bytes`"));
+}
+
+#[test]
 fn the_printed_plan_is_aligned_and_complete() {
     let params = vec![bf16("emb", 70_000), bf16("layer", 1_000), f32("norm", 64)];
     let mut input = input(2, params, &[&[&[0], &[1, 2]]]);

@@ -190,7 +190,7 @@ fn a_session_dropped_before_any_call_is_a_lost_rank_to_its_peers() {
 #[test]
 fn a_rank_that_vanishes_at_any_message_is_missed_by_name() {
     let _alone = alone();
-    for (actor, count) in messages(2) {
+    for (actor, count) in messages(&scenario(2)) {
         // Most of the time of each is the deadline, so several worlds at once.
         let runs: Vec<_> = (0..count)
             .map(|nth| {

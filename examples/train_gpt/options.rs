@@ -131,6 +131,13 @@ impl Options {
                     .to_owned(),
             );
         }
+        if config.model_parallel_ranks() > 1 {
+            return Err(
+                "configuration key `model_parallel`: this program trains a whole model on every rank, each with data of \
+                        its own: leave it out"
+                    .to_owned(),
+            );
+        }
         let ranks = config.configured_ranks().unwrap_or(2);
         if ranks > MOST_RANKS {
             return Err(format!("configuration key `ranks` = {ranks}: expected at most {MOST_RANKS}"));

@@ -37,7 +37,7 @@ struct PlanArgs {
     /// A configuration file (TOML; the keys are listed by `gatherflow --help`)
     #[arg(long, value_name = "FILE.toml")]
     config: Option<PathBuf>,
-    /// The number of data-parallel ranks [default: `ranks` of the configuration, else 2]
+    /// The number of ranks, model-parallel ones included [default: `ranks` of the configuration, else 2]
     #[arg(long, value_name = "N")]
     ranks: Option<usize>,
     /// Close a bucket once it holds this many elements
@@ -53,8 +53,13 @@ struct PlanArgs {
 
 const MODEL_HELP: &str = "\
 A model description lists units in forward order, each with the parameters it registers (dtype f32, bf16 or f16; optional:
-grad_dtype, trainable, shared, shared_embedding) and, under `uses`, those of earlier units that it uses too:
+grad_dtype, trainable, shared, shared_embedding, tensor_parallel, sum_over = \"model_parallel\", shard_group) and, under `uses`, those
+of earlier units that it uses too. Shard groups come first (optional: experts, which hold other parameters on other ranks, and average_over):
 
+  [[shard_group]]
+  name = \"experts\"
+  ranks = 2
+  experts = true
   [[chunk]]
   [[chunk.unit]]
   name = \"embed\"
@@ -63,6 +68,9 @@ grad_dtype, trainable, shared, shared_embedding) and, under `uses`, those of ear
   name = \"head\"
   params = [{ name = \"head.bias\", shape = [256], dtype = \"f32\" }]
   uses = [\"embed.table\"]
+  [[chunk.unit]]
+  name = \"mlp\"
+  params = [{ name = \"up\", shape = [64, 8], dtype = \"bf16\", shard_group = \"experts\" }]
 
 Examples:
   gatherflow plan model.toml --ranks 8
@@ -162,6 +170,7 @@ fn json(plan: &Plan) -> serde_json::Value {
             "bucket": bucket.id.0,
             "buffer": bucket.buffer.0,
             "dtype": plan.buffer(bucket.buffer).dtype.name(),
+            "shard_group": plan.shard_group(bucket.id).name,
             "numel": bucket.numel(),
             "param_numel": bucket.param_numel,
             "shard_numel": bucket.shard_numel,
@@ -180,10 +189,12 @@ fn json(plan: &Plan) -> serde_json::Value {
     let allocations = memory.allocations.iter().map(|a| (a.purpose.to_string(), a.bytes.into()));
     serde_json::json!({
         "ranks": plan.ranks(),
+        "model_parallel": plan.model_parallel(),
         "params": plan.params().len(),
         "numel": plan.params().iter().map(|p| p.numel).sum::<usize>(),
         "buckets": buckets.collect::<Vec<_>>(),
         "gather_order": plan.gather_order().iter().map(|b| b.0).collect::<Vec<_>>(),
+        "gather_calls": plan.calls(),
         "memory_bytes": allocations.collect::<serde_json::Map<_, _>>(),
         "total_bytes": memory.total_bytes(),
         "storage": plan.storage().name(),

@@ -147,6 +147,11 @@ impl Config {
         self.ranks
     }
 
+    /// How many ranks share one copy of the model.
+    pub fn model_parallel_ranks(&self) -> usize {
+        self.model_parallel
+    }
+
     /// The overlap mode.
     pub fn overlap_mode(&self) -> Overlap {
         self.overlap

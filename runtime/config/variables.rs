@@ -15,8 +15,8 @@ use super::{Config, ConfigError};
 /// What all variables of this project begin with.
 const PREFIX: &str = "GATHERFLOW_";
 
-/// Variables that are no configuration keys: where a library lies, and what benchmarks, soak tests and the example read.
-const OTHERS: &[&str] = &["NCCL", "BENCH_", "SOAK_", "TRAIN_GPT_"];
+/// Variables that are no configuration keys: where a library lies, and what benchmarks, tests and the example read.
+const OTHERS: &[&str] = &["NCCL", "BENCH_", "MEMORY_", "PROPERTY_", "SOAK_", "TRAIN_GPT_"];
 
 /// Keys that exclude each other.
 const RIVALS: [(&str, &str); 2] = [("bucket_size", "num_buckets"), ("num_buckets", "bucket_size")];

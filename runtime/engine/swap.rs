@@ -45,10 +45,10 @@ impl Engine {
     pub fn swap_params(&mut self, mut write: impl FnMut(&ParamInfo, ParamMut<'_>)) -> Result<Swapped<'_>, Error> {
         self.shared.check_not_swapped()?;
         self.ensure_params_ready()?;
-        self.shared.check_no_guards("swap_params")?;
-        let leases = self.params().iter().map(|info| self.shared.lease_bytes(info.id));
-        let kept = leases.map(|lease| Ok(lease?.as_bytes().into())).collect::<Result<_, Error>>()?;
+        // In this order: no owned pass of training reads what is not there any more.
         self.shared.set_swapped(true);
+        let guards = self.shared.check_no_guards("swap_params");
+        let kept = guards.and_then(|()| self.copies()).inspect_err(|_| self.shared.set_swapped(false))?;
         self.kept = Some(kept);
         // What `write` leaves behind by an error or a panic is put back.
         let swapped = Swapped(self);
@@ -57,6 +57,11 @@ impl Engine {
             write(info, param_memory(info.dtype, &mut lease).map_err(|e| swapped.0.shared.lease_error(info, &e))?);
         }
         Ok(swapped)
+    }
+
+    fn copies(&self) -> Result<Vec<Box<[u8]>>, Error> {
+        let leases = self.params().iter().map(|info| self.shared.lease_bytes(info.id));
+        leases.map(|lease| Ok(lease?.as_bytes().into())).collect()
     }
 
     /// Puts the trained parameters back, where [`Swapped`] was forgotten or met a live guard. Nothing happens where none are

@@ -5,7 +5,10 @@
 //! To vary one more thing, add a field and a strategy for it in [`draws`], or in `setting` if it must not change a bit.
 #![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used)]
 
-use gatherflow::{Credits, DType, FirstGather, Group, GroupId, Layout, Link, Overlap, ParamOptions, Storage};
+use gatherflow::{
+    Across, Credits, DType, FirstGather, Group, GroupId, Layout, Link, Overlap, ParamOptions, ShardGroup, ShardGroupId,
+    Storage,
+};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 
@@ -14,18 +17,31 @@ use crate::synthetic::{Job, Net, Setting, Trainer, random_bits, serial, shuffled
 
 #[derive(Clone, Debug)]
 pub struct Draw {
-    pub ranks: usize,
+    /// d: how many copies of the model there are, each of `model_parallel` ranks.
+    pub copies: usize,
+    pub model_parallel: usize,
+    pub shard_groups: Vec<ShardGroupDraw>,
     pub bucket_size: usize,
     pub layout: Layout,
     /// Of parameters that take the default and can have it.
     pub grad_dtype: DType,
     pub adam_w: bool,
     pub scaler: Option<Scaler>,
+    /// Averages by weights, 0 on some ranks.
+    pub weighted: bool,
     /// Beside the three that every model has.
     pub groups: Vec<Group>,
     pub units: Vec<UnitDraw>,
     pub steps: Vec<StepDraw>,
     pub setting: Setting,
+}
+
+#[derive(Clone, Debug)]
+pub struct ShardGroupDraw {
+    /// Of the divisors of d.
+    pub ranks: Index,
+    pub across: Across,
+    pub average_over: Option<usize>,
 }
 
 #[derive(Clone, Debug)]
@@ -42,6 +58,8 @@ pub struct ParamDraw {
     pub dtype: DType,
     pub gradient: Gradient,
     pub group: Index,
+    /// Of those that the job has; the first is that of all ranks.
+    pub shard_group: Index,
     pub kind: Kind,
     pub shared_embedding: bool,
     pub tensor_parallel: bool,
@@ -79,6 +97,10 @@ pub struct StepDraw {
     pub overflow: Option<Index>,
     pub evaluate: Evaluate,
     pub zero_grad: bool,
+    /// Of the units, before forward, and the rank that does so (all, if none).
+    pub prefetch: Option<(Index, Option<Index>)>,
+    /// The rank that swaps other parameters in and back after the step.
+    pub swap: Option<Index>,
 }
 
 /// How a rank's forward goes through the units; another way on every rank and in every microbatch, but for the first.
@@ -105,6 +127,11 @@ impl Draw {
     fn net(&self) -> (Net, DType) {
         let mut net = Net::empty();
         let groups = self.groups.iter().fold(3, |_, group| net.group(group.clone()).0 as usize + 1);
+        for (number, group) in self.shard_groups.iter().enumerate() {
+            let divisors: Vec<usize> = (1..=self.copies).filter(|n| self.copies.is_multiple_of(*n)).collect();
+            let (ranks, across, average_over) = (*group.ranks.get(&divisors), group.across, group.average_over);
+            net.model.shard_group(ShardGroup { name: format!("group {number}"), ranks, across, average_over });
+        }
         let mut default_is_read = false;
         for (number, unit) in self.units.iter().enumerate() {
             if unit.opens_chunk || number == 0 {
@@ -127,6 +154,7 @@ impl Draw {
                     grad_dtype,
                     tensor_parallel: param.tensor_parallel,
                     shared_embedding: param.shared_embedding,
+                    shard_group: ShardGroupId(param.shard_group.index(self.shard_groups.len() + 1) as u32),
                     ..ParamOptions::default()
                 };
                 let kind = format!("{:?}", param.kind).to_lowercase();
@@ -138,6 +166,10 @@ impl Draw {
             tied.iter().filter_map(|tie| before.get(*tie)).for_each(|param| net.use_param(param.id));
         }
         (net, if default_is_read { self.grad_dtype } else { DType::F32 })
+    }
+
+    fn ranks(&self) -> usize {
+        self.copies * self.model_parallel
     }
 
     /// f16 comes with a loss scale.
@@ -180,17 +212,22 @@ impl Draw {
         let (net, grad_dtype) = self.net();
         let program = |step, rank| self.program(step, rank, net.units.len());
         let steps = 0..self.steps.len() as u64;
-        let overflow = |step: u64| Some((step, self.steps[step as usize].overflow?.index(self.ranks)));
+        let ranks = self.ranks();
+        let overflow = |step: u64| Some((step, self.steps[step as usize].overflow?.index(ranks)));
         let overflows: Vec<(u64, usize)> = steps.clone().filter_map(overflow).collect();
         let job = Job {
             overflows: &overflows,
             may_stand_still: true,
             scaler: self.scaler(&net, grad_dtype),
+            weight: self
+                .weighted
+                .then_some(|step, copy| (random_bits(&[step, copy as u64]) % 3 + u64::from(copy == 0)) as f64 / 2.0),
             adam_w: self.adam_w,
             grad_dtype,
             bucket_size: self.bucket_size,
             layout: self.layout,
-            ..Job::new(&net, self.ranks, steps.end, &program)
+            model_parallel: self.model_parallel,
+            ..Job::new(&net, ranks, steps.end, &program)
         };
         let expected = serial(&job);
         let finished = job.on_ranks(&expected, &self.setting(&net, grad_dtype), |mut trainer| {
@@ -199,7 +236,10 @@ impl Draw {
             }
             trainer.finish()
         });
-        assert!(finished.windows(2).all(|pair| pair[0].hash == pair[1].hash), "replicas differ: {finished:?}");
+        let replicas = (0..ranks).flat_map(|rank| (0..rank).map(move |other| (other, rank)));
+        for (one, other) in replicas.filter(|(one, other)| expected.alike(*one, *other)) {
+            assert_eq!(finished[one].hash, finished[other].hash, "ranks {one} and {other} differ: {finished:?}");
+        }
         let skipped = finished[0].counters.skipped_steps;
         assert_eq!(skipped, steps.end - expected.updated_steps());
         (expected.updated_steps(), skipped)
@@ -207,7 +247,7 @@ impl Draw {
 
     fn one_step(&self, step: &StepDraw, trainer: &mut Trainer<'_>) {
         let evaluates = |trainer: &Trainer<'_>, here: bool| {
-            if here && step.evaluate.alone.is_none_or(|rank| rank.index(self.ranks) == trainer.rank()) {
+            if here && step.evaluate.alone.is_none_or(|rank| rank.index(self.ranks()) == trainer.rank()) {
                 trainer.evaluate();
             }
         };
@@ -215,8 +255,17 @@ impl Draw {
             trainer.engine.zero_grad().unwrap();
         }
         evaluates(trainer, step.evaluate.before);
+        if let Some((unit, rank)) = step.prefetch
+            && rank.is_none_or(|rank| rank.index(self.ranks()) == trainer.rank())
+        {
+            let units = &trainer.job.net.units;
+            trainer.engine.prefetch(units[unit.index(units.len())].id).unwrap();
+        }
         trainer.microbatches_with(|trainer| evaluates(trainer, step.evaluate.between_microbatches));
         trainer.step();
+        if step.swap.is_some_and(|rank| rank.index(self.ranks()) == trainer.rank()) {
+            trainer.engine.swap_params(|_, out| out.fill_with(|_| f32::NAN)).unwrap().back().unwrap();
+        }
         evaluates(trainer, step.evaluate.after);
     }
 }
@@ -227,26 +276,44 @@ const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 pub fn draws() -> impl Strategy<Value = Draw> {
     let sizes = select(vec![1_usize, 64, 128, 500, 1 << 20]);
     let layout = prop_oneof![2 => Just(Layout::Standard), 1 => Just(Layout::Reference)];
-    let layout = (1_usize..=8, sizes, layout, select(DTYPES.to_vec()), any::<bool>());
+    let ranks = prop_oneof![2 => (1_usize..=8, Just(1_usize)), 1 => (1_usize..=4, 1_usize..=3)];
+    let ranks = (ranks, prop_oneof![1 => Just(Vec::new()), 1 => prop::collection::vec(shard_group(), 1..4)]);
+    let averages = (any::<bool>(), prop::bool::weighted(0.3));
+    let layout = (ranks, sizes, layout, select(DTYPES.to_vec()), averages);
     let scale = (0_i32..24, 1_u32..4, 1_i32..3)
         .prop_map(|(scale, interval, hysteresis)| Scaler::new(2.0_f32.powi(scale), interval, hysteresis));
     let groups = prop::collection::vec(group(), 0..3);
     let units = prop::collection::vec(unit(), 1..5);
     let steps = prop::collection::vec(step(), 1..5);
     (layout, prop::option::of(scale), groups, units, steps, setting()).prop_map(
-        |((ranks, bucket_size, layout, grad_dtype, adam_w), scaler, groups, units, steps, setting)| Draw {
-            ranks,
-            bucket_size,
-            layout,
-            grad_dtype,
-            adam_w,
-            scaler,
-            groups,
-            units,
-            steps,
-            setting,
+        |((ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)), scaler, groups, units, steps, setting)| {
+            let ((copies, model_parallel), shard_groups) = ranks;
+            Draw {
+                copies,
+                model_parallel,
+                shard_groups,
+                bucket_size,
+                layout,
+                grad_dtype,
+                adam_w,
+                scaler,
+                weighted,
+                groups,
+                units,
+                steps,
+                setting,
+            }
         },
     )
+}
+
+fn shard_group() -> impl Strategy<Value = ShardGroupDraw> {
+    let across = select(vec![Across::Experts, Across::Replicas]);
+    (any::<Index>(), across, prop::option::of(1_usize..9)).prop_map(|(ranks, across, average_over)| ShardGroupDraw {
+        ranks,
+        across,
+        average_over,
+    })
 }
 
 fn group() -> impl Strategy<Value = Group> {
@@ -277,12 +344,14 @@ fn param() -> impl Strategy<Value = ParamDraw> {
         1 => Just(Kind::Sparse),
     ];
     let marks = (prop::bool::weighted(0.1), any::<bool>());
-    (numel, select(DTYPES.to_vec()), gradient, any::<Index>(), kind, marks).prop_map(
-        |(numel, dtype, gradient, group, kind, (shared_embedding, tensor_parallel))| ParamDraw {
+    let groups = (any::<Index>(), any::<Index>());
+    (numel, select(DTYPES.to_vec()), gradient, groups, kind, marks).prop_map(
+        |(numel, dtype, gradient, (group, shard_group), kind, (shared_embedding, tensor_parallel))| ParamDraw {
             numel,
             dtype,
             gradient,
             group,
+            shard_group,
             kind,
             shared_embedding,
             tensor_parallel,
@@ -297,8 +366,10 @@ fn step() -> impl Strategy<Value = StepDraw> {
     let evaluate = (rarely(), rarely(), rarely(), prop::option::of(any::<Index>())).prop_map(
         |(before, between_microbatches, after, alone)| Evaluate { before, between_microbatches, after, alone },
     );
-    (0_usize..4, any::<bool>(), order, any::<u64>(), overflow, evaluate, any::<bool>()).prop_map(
-        |(microbatches, uneven, order, seed, overflow, evaluate, zero_grad)| StepDraw {
+    let prefetch = prop::option::weighted(0.3, (any::<Index>(), prop::option::of(any::<Index>())));
+    let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()));
+    (0_usize..4, any::<bool>(), order, any::<u64>(), overflow, evaluate, beside).prop_map(
+        |(microbatches, uneven, order, seed, overflow, evaluate, (zero_grad, prefetch, swap))| StepDraw {
             microbatches,
             uneven,
             order,
@@ -306,6 +377,8 @@ fn step() -> impl Strategy<Value = StepDraw> {
             overflow,
             evaluate,
             zero_grad,
+            prefetch,
+            swap,
         },
     )
 }
@@ -326,7 +399,7 @@ fn setting() -> impl Strategy<Value = Setting> {
     let (overlap_grad_reduce, issue_on_thread, two_writers) = (any::<bool>(), any::<bool>(), any::<bool>());
     let slow = Link::parse("1gbit,300us").unwrap();
     let link = prop_oneof![4 => Just(None), 1 => Just(Some(slow))];
-    (gathers, overlap_grad_reduce, issue_on_thread, two_writers, 1_u32..4, link).prop_map(
+    (gathers, overlap_grad_reduce, issue_on_thread, two_writers, 1_u32..6, link).prop_map(
         |(gathers, overlap_grad_reduce, issue_on_thread, two_writers, steps_in_flight, link)| {
             let (overlap, storage, credits, credits_bytes, first_gather, gather_group_bytes) = gathers;
             Setting {

@@ -151,8 +151,9 @@ impl Serial {
         &self.views.iter().find(|view| view.rank == first).unwrap().weights
     }
 
-    /// One step from every rank's gradients of every parameter, `[rank][parameter]`, which carry the loss scale.
-    pub fn step(&mut self, gradients: &[Vec<Vec<f32>>]) -> Verdict {
+    /// One step from every rank's gradients of every parameter, `[rank][parameter]`, which carry the loss scale; their sum is
+    /// divided by `weight`, which without weights is the number of copies of the model.
+    pub fn step(&mut self, gradients: &[Vec<Vec<f32>>], weight: f64) -> Verdict {
         let trainable: Vec<bool> = self.views[0].weights.iter().map(|w| w.trainable).collect();
         let params = || (0..trainable.len()).filter(|param| trainable[*param]);
         // By rank, then parameter; empty where frozen.
@@ -173,8 +174,7 @@ impl Serial {
         if found_nonfinite {
             return Verdict { updated: false, grad_norm: None, zeros: None, loss_scale, learning_rates };
         }
-        let d = self.plan.ranks() / self.plan.model_parallel();
-        let (average, unscale) = (1.0 / d as f64, 1.0 / f64::from(loss_scale));
+        let (average, unscale) = (1.0 / weight, 1.0 / f64::from(loss_scale));
         let (norm, zeros) = norm_and_zeros(self.norm, &self.plan, &reduced);
         let norm = norm * average * unscale;
         let clip = if self.max_norm > 0.0 { (self.max_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };

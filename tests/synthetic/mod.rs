@@ -52,6 +52,8 @@ pub struct Job<'a> {
     /// An updated step may leave all parameters as they are: nothing has a gradient, or too little of one.
     pub may_stand_still: bool,
     pub scaler: Option<Scaler>,
+    /// Step and copy of the model to its weight in the average; all alike, if none.
+    pub weight: Option<fn(u64, usize) -> f64>,
     pub adam_w: bool,
     pub layout: Layout,
     pub norm: NormType,
@@ -154,6 +156,7 @@ impl<'a> Job<'a> {
             overflows: &[],
             may_stand_still: false,
             scaler: None,
+            weight: None,
             adam_w: true,
             layout: Layout::Standard,
             norm: NormType::default(),
@@ -184,6 +187,7 @@ impl<'a> Job<'a> {
             .skip(setting.skip)
             .steps_in_flight(setting.steps_in_flight);
         let config = if self.model_parallel > 1 { config.model_parallel(self.model_parallel) } else { config };
+        let config = if self.weight.is_some() { config.average_by_weight(true) } else { config };
         let config = if setting.overlap == Overlap::Window { config.credits(setting.credits) } else { config };
         let config = match setting.gather_group_bytes {
             0 => config,
@@ -278,6 +282,11 @@ impl Expected {
         &self.state[self.view_of[rank]].weights[param.index()]
     }
 
+    /// Whether two ranks hold the same parameters.
+    pub fn alike(&self, one: usize, other: usize) -> bool {
+        self.view_of[one] == self.view_of[other]
+    }
+
     pub fn updated_steps(&self) -> u64 {
         self.verdicts.iter().filter(|v| v.updated).count() as u64
     }
@@ -314,7 +323,8 @@ pub fn serial(job: &Job<'_>) -> Expected {
         let ranks = (0..job.ranks).map(|rank| serial_rank(job, &plan, optimizer.weights(rank), step, rank, scale));
         let (of_step, gradients): (Vec<f64>, Vec<_>) = ranks.unzip();
         losses.push(of_step);
-        let verdict = optimizer.step(&gradients);
+        let copies = 0..job.ranks / job.model_parallel;
+        let verdict = optimizer.step(&gradients, copies.map(|copy| job.weight.map_or(1.0, |w| w(step, copy))).sum());
         let weights = snapshot(&optimizer);
         let changed = weights != versions[step as usize];
         assert!(verdict.updated || !changed, "a skipped step changes nothing");

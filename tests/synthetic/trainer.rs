@@ -164,6 +164,9 @@ impl<'a> Trainer<'a> {
     }
 
     pub fn step(&mut self) {
+        if let Some(weight) = self.job.weight {
+            self.engine.set_weight(weight(self.engine.steps(), self.engine.data_parallel().0)).unwrap();
+        }
         self.handles.push(self.engine.step().unwrap());
     }
 

@@ -21,9 +21,11 @@ impl Plan {
             }
         }
         starts.push(self.order.len() as u32);
+        self.call_bytes = bytes;
         self.call_ends = starts.windows(2).flat_map(|call| (call[0]..call[1]).map(|_| call[1])).collect();
         for unit in &mut self.units {
-            unit.demand = unit.demand.checked_sub(1).map_or(0, |last| self.call_ends[last as usize]);
+            let last = unit.buckets.iter().map(|bucket| self.buckets[bucket.index()].position.index()).max();
+            unit.demand = last.map_or(0, |last| self.call_ends[last]);
         }
         self
     }

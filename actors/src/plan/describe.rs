@@ -28,6 +28,20 @@ impl Plan {
                     .into(),
             );
         }
+        if self.call_bytes > 0 && self.data_parallel() > 1 && buckets > 1 {
+            match self.calls() {
+                1 => hints.push(
+                    "one call gathers all buckets, with no other unit to hide under: ask for a smaller `gather_group_bytes`"
+                        .into(),
+                ),
+                calls if calls == buckets => hints.push(format!(
+                    "`gather_group_bytes` = {}: no two neighbours in the gather order are that small together, so each \
+                     bucket is gathered by itself",
+                    self.call_bytes
+                )),
+                _ => {}
+            }
+        }
         match self.bucketing {
             Bucketing::Count(asked) if buckets > 0 && buckets < asked => hints.push(format!(
                 "{asked} buckets were asked for, {buckets} came out: a parameter is never split over buckets"
@@ -68,6 +82,7 @@ impl Plan {
         }
         for group in &self.shard_groups[1..] {
             let others = match group.across {
+                _ if group.ranks == self.data_parallel() => "there are no others",
                 Across::Replicas => "the others hold replicas",
                 Across::Experts => "the others hold other parameters",
             };

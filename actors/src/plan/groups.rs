@@ -111,15 +111,24 @@ impl Plan {
             && (param.tensor_parallel || self.model_parallel_rank(rank) == 0)
     }
 
-    /// The division whose parts hold a parameter alike: all ranks, unless each model-parallel rank or each shard group has
-    /// another part of the model in it.
-    pub fn holders(&self, param: &ParamPlan) -> u32 {
+    /// The divisions whose parts hold a parameter alike: all ranks, unless each model-parallel rank or each shard group has
+    /// another part of the model in it. Experts that are not tensor-parallel are alike in two ways.
+    pub fn holders(&self, param: &ParamPlan) -> impl Iterator<Item = u32> {
         let experts = self.shard_groups[param.shard_group].across == Across::Experts && param.shard_group > 0;
-        match (experts, param.tensor_parallel) {
-            (true, _) => self.group_number(param.shard_group),
-            (false, true) => self.group_number(0),
-            (false, false) => JOB,
-        }
+        let (first, second) = match (experts, param.tensor_parallel) {
+            (true, false) if self.model_parallel > 1 => (self.group_number(param.shard_group), Some(MODEL_PARALLEL)),
+            (true, _) => (self.group_number(param.shard_group), None),
+            (false, true) => (self.group_number(0), None),
+            (false, false) => (JOB, None),
+        };
+        std::iter::once(first).chain(second)
+    }
+
+    /// Whether a rank's values of a parameter are the ones that others with the same part of the model start from.
+    pub fn is_source(&self, rank: Rank, param: &ParamPlan) -> bool {
+        let group = &self.shard_groups[param.shard_group];
+        let d = if group.across == Across::Replicas { self.data_parallel() } else { group.ranks };
+        self.data_parallel_rank(rank).is_multiple_of(d)
     }
 
     /// The division over which a bucket is reduced and gathered.

@@ -139,6 +139,22 @@ impl Plan {
     }
 }
 
+impl ParamPlan {
+    /// What must be the same on every rank, for people to read.
+    pub(crate) fn traits(&self) -> String {
+        let trained = format!("{} gradients, group {}", self.grad_dtype, self.group);
+        let mut text = format!("{:?} {}, {}", self.shape, self.dtype, if self.trainable { &trained } else { "frozen" });
+        let marks = [
+            (self.shard_group > 0).then(|| format!("shard group {}", self.shard_group)),
+            self.tensor_parallel.then(|| "tensor-parallel".into()),
+            self.shared_embedding.then(|| "a bucket of its own".into()),
+            self.shared.as_ref().map(|shared| format!("a copy of `{shared}`")),
+        ];
+        marks.into_iter().flatten().for_each(|mark| text.extend([", ", &mark]));
+        text
+    }
+}
+
 /// The first index at which two lists differ; the end of the shorter one counts.
 fn first_difference(a: &[u64], b: &[u64]) -> Option<usize> {
     let common = a.iter().zip(b).position(|(a, b)| a != b);

@@ -81,14 +81,14 @@ fn start(
     initialise(rank, &plan, &config, &lowering, device.as_ref(), init)?;
 
     let mut lines = agreement(&plan, &config);
-    let hashes = || {
-        let hashes = parameter_hashes("initial parameters", &plan, &lowering, device.as_ref());
-        hashes.map_err(|e| fail(e.to_string()))
-    };
+    let hash_error = |e: LeaseError| fail(e.to_string());
     match config.start_params {
-        StartParams::Check => lines.extend(hashes()?),
+        StartParams::Check => {
+            let hashes = parameter_hashes("initial parameters", &plan, &lowering, device.as_ref());
+            lines.extend(hashes.map_err(hash_error)?);
+        }
         StartParams::Broadcast if plan.model_parallel() > 1 => {
-            lines.extend(sources_agree(hashes()?, &plan, rank, &lowering));
+            lines.push(sources_agree(&plan, rank, &lowering, device.as_ref()).map_err(hash_error)?);
         }
         StartParams::Broadcast => {}
     }
@@ -217,12 +217,10 @@ fn initialise(
     Ok(())
 }
 
-/// Every model-parallel rank's parameters are broadcast from a rank of its own: what all of them hold must be the same there.
-fn sources_agree(hashes: Agreement, plan: &Plan, rank: usize, lowering: &Lowering) -> Option<Line> {
-    let line = hashes.into_iter().find(|line| line.among == Members::ALL)?;
-    let is_source = plan.data_parallel_rank(Rank(rank)) == 0;
-    let value = if is_source { line.value } else { "broadcast".into() };
-    Some(Line { value, among: lowering.members(MODEL_PARALLEL).clone(), ..line })
+/// Every model-parallel rank's parameters are broadcast from ranks of its own: what all of them hold must be the same there.
+fn sources_agree(plan: &Plan, rank: usize, lowering: &Lowering, device: &dyn Device) -> Result<Line, LeaseError> {
+    let sources = plan.params().iter().filter(|p| !p.tensor_parallel && plan.is_source(Rank(rank), p));
+    hash_line("initial parameters", MODEL_PARALLEL, sources.map(|p| p.id), lowering, device)
 }
 
 /// The first rank's parameters to all ranks that hold the same. Returns how many collectives that took.
@@ -294,9 +292,7 @@ fn start_failure(rank: usize, error: DeviceError) -> Cause {
 fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
     let mut lines = vec![Line::new("number of parameters", plan.params().len().to_string())];
     for param in plan.params() {
-        let flags = if param.trainable { "trainable" } else { "frozen" };
-        let value = format!("{:?} {} {flags}, group {}", param.shape, param.dtype, param.group);
-        lines.push(Line::new(format!("parameter {}", param.name), value));
+        lines.push(Line::new(format!("parameter {}", param.name), param.traits()));
     }
     for unit in plan.units() {
         let names: Vec<&str> = unit.params.iter().map(|param| plan.param(*param).name.as_str()).collect();
@@ -309,6 +305,8 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
         lines.push(Line::new(format!("shard group {}", group.name.as_deref().unwrap_or_default()), value));
     }
     lines.push(Line::new("bucket size", plan.bucket_size().to_string()));
+    lines.push(Line::new("where parameters start and buckets end (`layout`)", format!("{:?}", plan.alignment())));
+    lines.push(Line::new("calls that gather (`gather_group_bytes`)", plan.calls().to_string()));
     lines.push(Line::new("plan", format!("{:016x}", plan.fingerprint())));
     lines.push(Line::new("averaging, clipping and policies", format!("{:?}", config.rule)));
     lines.push(Line::new("check_for_nan_in_grad", config.check_for_nan_in_grad.to_string()));
@@ -320,24 +318,35 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
     lines
 }
 
-/// FNV-1a over the bytes of parameters in registration order, apart for those that other ranks hold alike. `what` names them.
+/// Hashes of parameters, apart for those that other ranks hold alike. `what` names them.
 pub(super) fn parameter_hashes(
     what: &str,
     plan: &Plan,
     lowering: &Lowering,
     device: &dyn Device,
 ) -> Result<Agreement, LeaseError> {
-    let mut hashes = BTreeMap::new();
+    let mut held: BTreeMap<u32, Vec<ParamId>> = BTreeMap::new();
     for param in plan.params() {
-        let lease = device.lease(lowering.param(param.id), AccessMode::Read)?;
-        hashes.entry(plan.holders(param)).or_insert(Fnv::new()).bytes(lease.as_bytes());
+        plan.holders(param).for_each(|division| held.entry(division).or_default().push(param.id));
     }
-    let line = |(division, hash): (u32, Fnv)| {
-        let among = lowering.members(division).clone();
-        let whose = if among == Members::ALL { String::new() } else { format!(" that {among} share") };
-        Line { among, ..Line::new(format!("hash of the {what}{whose}"), format!("{:016x}", hash.finish())) }
-    };
-    Ok(hashes.into_iter().map(line).collect())
+    held.into_iter().map(|(division, params)| hash_line(what, division, params, lowering, device)).collect()
+}
+
+/// FNV-1a over the bytes of parameters, for the ranks of this rank's part of a division to compare.
+fn hash_line(
+    what: &str,
+    division: u32,
+    params: impl IntoIterator<Item = ParamId>,
+    lowering: &Lowering,
+    device: &dyn Device,
+) -> Result<Line, LeaseError> {
+    let mut hash = Fnv::new();
+    for param in params {
+        hash.bytes(device.lease(lowering.param(param), AccessMode::Read)?.as_bytes());
+    }
+    let among = lowering.members(division).clone();
+    let whose = if among == Members::ALL { String::new() } else { format!(" that {among} share") };
+    Ok(Line { among, ..Line::new(format!("hash of the {what}{whose}"), format!("{:016x}", hash.finish())) })
 }
 
 /// Waits for the start-up work; a rank that leaves meanwhile, or the deadline, ends it.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use gatherflow_actors::control::ControlMsg;
 use gatherflow_actors::drill::{Drill, Fault};
-use gatherflow_actors::plan::{BucketId, ParamId, Plan, UnitId};
+use gatherflow_actors::plan::{BucketId, ParamId, Plan, Storage, UnitId};
 use gatherflow_actors::{ActorName, Deadlines, Driver, Ranks, Seat, Session, SessionConfig, StepRequest};
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::null::{Script, updated_report};
@@ -61,15 +61,15 @@ pub fn actors() -> Vec<ActorName> {
 }
 
 /// How many messages each actor of one rank takes in a healthy run.
-pub fn messages(ranks: usize) -> BTreeMap<ActorName, u64> {
+pub fn messages(scenario: &Scenario) -> BTreeMap<ActorName, u64> {
     let counts = Arc::new(Mutex::new(BTreeMap::new()));
     let counting = counts.clone();
-    let mut parts = vec![Part::default(); ranks];
+    let mut parts = vec![Part::default(); scenario.shape.ranks];
     parts[0].drill = Some(Drill::before_message(move |actor| {
         *counting.lock().unwrap().entry(actor).or_insert(0) += 1;
         Fault::Nothing
     }));
-    let ends = run("counting", &scenario(ranks), "cpu", parts);
+    let ends = run("counting", scenario, "cpu", parts);
     assert!(ends.iter().all(|end| matches!(end, End::Closed)), "{ends:?}");
     let counts = counts.lock().unwrap();
     assert_eq!(counts.len(), actors().len(), "every actor hears something: {counts:?}");
@@ -127,6 +127,19 @@ impl End {
 /// A small model: three buckets of one parameter each, three steps.
 pub fn scenario(ranks: usize) -> Scenario {
     Scenario { shape: Shape::regular(ranks, 3, 1, 100, 100), steps: 3, credits: 1, ..Scenario::plain() }
+}
+
+/// The same, gathered in two calls into the memory of the gradients.
+pub fn in_calls(ranks: usize) -> Scenario {
+    let scenario = scenario(ranks).stored(Storage::Shared);
+    Scenario { call_bytes: 600, ..scenario }
+}
+
+/// Two copies of the model on two ranks each: one bucket of all, one of replicas and one of experts, on one rank each.
+pub fn in_groups() -> Scenario {
+    let mut scenario = scenario(4);
+    scenario.shape = Shape { model_parallel: 2, shard_group: vec![0, 1, 2], ..scenario.shape };
+    scenario
 }
 
 /// Runs all ranks; `parts` has one entry per rank.
