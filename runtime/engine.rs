@@ -5,6 +5,7 @@
 //! by `block_on`, so it is legal inside an async runtime. After a fatal failure every call returns the first cause.
 
 mod start;
+mod state;
 mod swap;
 mod write;
 
@@ -71,6 +72,8 @@ pub struct Engine {
     /// Updated steps per group, as far as outcomes are known.
     known_t: Vec<u64>,
     times: Vec<StepTimes>,
+    /// Steps behind the state that was loaded, and the number of `step` calls before that.
+    resumed: (u64, u64),
     /// The trained parameters' bytes, in registration order, while others are swapped in.
     kept: Option<Vec<Box<[u8]>>>,
     not_sync: PhantomData<Cell<()>>,

@@ -111,6 +111,11 @@ pub struct StepStart {
 pub enum OptimizerMsg {
     /// Executor: `step` was called.
     Step(Box<StepStart>),
+    /// Executor: the steps so far are over, and the next ones go on from these updated steps per group.
+    Resume {
+        /// Updated steps, per group.
+        t: Vec<u64>,
+    },
     /// Bucket: its reduce was issued.
     ShardReduced {
         /// The step.
@@ -257,6 +262,11 @@ impl Optimizer {
         self.judging.front().is_some_and(|(oldest, _)| *oldest == step) && (self.skip == Skip::Device || enqueued)
     }
 
+    /// Nothing of a step has come, and every verdict is known.
+    fn is_between_steps(&self) -> bool {
+        self.reduced == 0 && self.start.is_none() && self.judging.is_empty()
+    }
+
     fn begin(&mut self, mut start: Box<StepStart>, actions: &mut Vec<Action>) {
         for close in std::mem::take(&mut start.close) {
             actions.push(Action::Send(Letter::Bucket(
@@ -387,6 +397,9 @@ impl Machine for Optimizer {
             }
             (OptimizerMsg::Step(start), _) if start.step == self.step + 1 + self.next.len() as u64 => {
                 self.next.push_back(start);
+            }
+            (OptimizerMsg::Resume { t }, Phase::Reducing) if self.is_between_steps() && t.len() == self.t.len() => {
+                self.t = t;
             }
             (OptimizerMsg::ShardReduced { step, bucket, event, gathered }, Phase::Reducing)
                 if step == self.step && self.reduced < self.order.len() =>

@@ -147,6 +147,7 @@ impl Engine {
             unknown_from: 0,
             known_t,
             times: Vec::new(),
+            resumed: (0, 0),
             kept: None,
             not_sync: PhantomData,
         })
