@@ -24,8 +24,9 @@ pub struct Trainer<'a> {
     pub job: &'a Job<'a>,
     pub expected: &'a Expected,
     setting: Setting,
-    /// Steps behind the state from which it went on.
-    before: u64,
+    /// Steps behind the state from which it went on, and the engine's before that.
+    resumed: (u64, u64),
+    /// Of the steps since then.
     handles: Vec<StepHandle>,
 }
 
@@ -57,7 +58,7 @@ impl<'a> Trainer<'a> {
         let model = net.model.clone();
         let mut engine = Engine::with_internals(rank, model, job.config(setting), internals, init).unwrap();
         Net::set_lrs(&mut engine);
-        Self { engine, job, expected, setting: *setting, before: 0, handles: Vec::new() }
+        Self { engine, job, expected, setting: *setting, resumed: (0, 0), handles: Vec::new() }
     }
 
     /// One rank that goes on from a state of the same job: trained parameters start from other values than there.
@@ -70,7 +71,8 @@ impl<'a> Trainer<'a> {
     /// Goes on from a state of the same job.
     pub fn load(&mut self, state: &State) {
         self.engine.load_state(state).unwrap();
-        self.before = state.steps - self.engine.steps();
+        self.resumed = (state.steps, self.engine.steps());
+        self.handles.clear();
     }
 
     pub fn rank(&self) -> usize {
@@ -79,7 +81,7 @@ impl<'a> Trainer<'a> {
 
     /// Steps of the job so far.
     pub fn steps(&self) -> u64 {
-        self.before + self.engine.steps()
+        self.resumed.0 + self.engine.steps() - self.resumed.1
     }
 
     fn net(&self) -> &'a Net {
@@ -213,7 +215,7 @@ impl<'a> Trainer<'a> {
     }
 
     pub fn outcome(&self, step: u64) -> gatherflow::Outcome {
-        let outcome = self.handles[(step - self.before) as usize].outcome().unwrap();
+        let outcome = self.handles[(step - self.resumed.0) as usize].outcome().unwrap();
         let expected = &self.expected.verdicts[step as usize];
         let bits = |norm: Option<f64>| norm.map(f64::to_bits);
         assert_eq!(outcome.updated, expected.updated, "step {step}");
@@ -233,7 +235,7 @@ impl<'a> Trainer<'a> {
 
     /// Compares everything with the reference and closes.
     pub fn finish(mut self) -> Finished {
-        for step in self.before..self.steps() {
+        for step in self.resumed.0..self.steps() {
             self.outcome(step);
         }
         for param in self.net().params() {
