@@ -10,12 +10,14 @@
 //! | `net` | the model: units, parameters, groups |
 //! | `sight` | what a rank sees in one step, from any thread |
 //! | `pipeline` | several chunks' passes open at once |
+//! | `resume` | jobs that are interrupted, and go on from a state |
 //! | `trainer` | one rank of the engine, compared with the reference as it goes |
 #![allow(dead_code, unused_imports, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
 #![allow(clippy::missing_panics_doc)]
 
 mod net;
 mod pipeline;
+mod resume;
 mod sight;
 mod trainer;
 
@@ -29,6 +31,7 @@ use gatherflow::{
 
 pub use net::Net;
 pub use pipeline::Beside;
+pub use resume::bits;
 pub use trainer::{Finished, Trainer};
 
 use crate::reference::{Hyper, Scaler, Serial, Verdict, View, Weight, rounded};
@@ -288,8 +291,7 @@ pub fn serial(job: &Job<'_>) -> Expected {
     serial_from(job, &State::default())
 }
 
-/// Runs serially what is left of a job after a state: of the steps before it the reference knows nothing. With no steps before
-/// it the state is not looked at.
+/// Runs serially what is left of a job after a state, all of it after an empty one. The reference knows nothing of the steps before.
 pub fn serial_from(job: &Job<'_>, state: &State) -> Expected {
     let net = job.net;
     let plan = net.model.plan(job.ranks, &job.config(&Setting::of(Overlap::None))).unwrap();

@@ -61,13 +61,6 @@ impl<'a> Trainer<'a> {
         Self { engine, job, expected, setting: *setting, resumed: (0, 0), handles: Vec::new() }
     }
 
-    /// One rank that goes on from a state of the same job: trained parameters start from other values than there.
-    pub fn resume(rank: Rank, job: &'a Job<'a>, setting: &Setting, expected: &'a Expected, state: &State) -> Self {
-        let mut trainer = Self::start(rank, job, setting, Internals::default(), expected);
-        trainer.load(state);
-        trainer
-    }
-
     /// Goes on from a state of the same job.
     pub fn load(&mut self, state: &State) {
         self.engine.load_state(state).unwrap();
