@@ -733,4 +733,24 @@ mod tests {
         say(&mut o, verdict(0, true));
         refuses(&mut o, vec![verdict(0, true), reduced(0, 0)], "step 1, Reducing");
     }
+
+    #[test]
+    fn a_resumed_optimizer_counts_on_from_the_loaded_t_and_only_between_steps() {
+        let mut optimizer = optimizer(1);
+        say(&mut optimizer, OptimizerMsg::Resume { t: vec![7, 40] });
+        say(&mut optimizer, step(0, vec![]));
+        let refused = |optimizer: &mut Optimizer, t| {
+            let error = optimizer.on(OptimizerMsg::Resume { t }, &mut Vec::new()).unwrap_err();
+            assert!(error.message.starts_with("Resume"), "{error}");
+        };
+        refused(&mut optimizer, vec![0, 0]);
+        for message in [reduced(0, 0), small(0), verdict(0, true)] {
+            say(&mut optimizer, message);
+        }
+        assert_eq!(optimizer.t(), [8, 41]);
+        refused(&mut optimizer, vec![0]);
+        say(&mut optimizer, reduced(1, 0));
+        refused(&mut optimizer, vec![0, 0]);
+        assert_eq!(optimizer.t(), [8, 41]);
+    }
 }
