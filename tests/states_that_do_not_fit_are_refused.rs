@@ -59,7 +59,8 @@ fn all_of(state: &State) -> String {
 fn what_parts_lack_or_have_twice_or_disagree_about_is_named() {
     let parts = parts(3, 2);
     assert_eq!(State::merge([]).unwrap_err(), StateError::NoParts);
-    State::merge(parts.clone().into_iter().rev()).unwrap();
+    let merged = |parts: &mut dyn Iterator<Item = State>| all_of(&State::merge(parts).unwrap());
+    assert_eq!(merged(&mut parts.clone().into_iter().rev()), merged(&mut parts.clone().into_iter()), "in any order");
     let mut owners = 0;
     for left_out in 0..3 {
         let others = parts.iter().enumerate().filter(|(rank, _)| *rank != left_out).map(|(_, part)| part.clone());
@@ -317,7 +318,7 @@ impl std::io::Write for Log {
 }
 
 /// The warnings of loading a state from an engine of one configuration into one of another, and that one.
-fn loaded(from: Config, group: Group, into: Config) -> (String, Engine) {
+fn loaded(from: Config, group: &Group, into: Config) -> (String, Engine) {
     let engine = |rank: Rank, config: Config, group: &Group| {
         let mut model = Model::new();
         let group = model.group(group.clone()).unwrap();
@@ -327,7 +328,7 @@ fn loaded(from: Config, group: Group, into: Config) -> (String, Engine) {
         Engine::new(rank, model, config, |_, out| out.fill_with(|_| 0.5)).unwrap()
     };
     let rank = || gatherflow::Ranks::local(1).unwrap().remove(0);
-    let state = engine(rank(), from, &group).state().unwrap();
+    let state = engine(rank(), from, group).state().unwrap();
     let mut other = engine(rank(), into, &Group::default());
     let log = Log::default();
     let writer = log.clone();
@@ -340,13 +341,13 @@ fn loaded(from: Config, group: Group, into: Config) -> (String, Engine) {
 #[test]
 fn without_scaler_state_the_dynamic_scaler_starts_anew_and_says_so() {
     let dynamic = |initial| config().scaler(ScalerKind::Dynamic).scaler_initial(initial);
-    let (log, engine) = loaded(config(), Group::default(), dynamic(64.0));
+    let (log, engine) = loaded(config(), &Group::default(), dynamic(64.0));
     assert!(log.contains("WARN") && log.contains("the state has no loss scaler"), "{log}");
     assert_eq!(engine.loss_scale().unwrap().to_bits(), 64_f32.to_bits());
-    let (log, engine) = loaded(dynamic(32.0), Group::default(), dynamic(64.0));
+    let (log, engine) = loaded(dynamic(32.0), &Group::default(), dynamic(64.0));
     assert!(log.is_empty(), "{log}");
     assert_eq!(engine.loss_scale().unwrap().to_bits(), 32_f32.to_bits());
-    let (log, engine) = loaded(dynamic(32.0), Group::default(), config());
+    let (log, engine) = loaded(dynamic(32.0), &Group::default(), config());
     assert!(log.contains("the state has a dynamic loss scaler"), "{log}");
     assert_eq!(engine.loss_scale().unwrap().to_bits(), 1_f32.to_bits());
 }
@@ -354,7 +355,7 @@ fn without_scaler_state_the_dynamic_scaler_starts_anew_and_says_so() {
 #[test]
 fn hyperparameters_that_differ_are_warned_of_and_stay_the_configurations() {
     let group = Group { weight_decay: Some(0.3), ..Group::default() };
-    let (log, engine) = loaded(config(), group, config());
+    let (log, engine) = loaded(config(), &group, config());
     assert!(log.contains("WARN") && log.contains("group=1") && log.contains("weight_decay: 0.3"), "{log}");
     assert!(!log.contains("group=0"), "{log}");
     assert_eq!(engine.state().unwrap().groups[1].weight_decay.to_bits(), 0.01_f64.to_bits());

@@ -5,7 +5,7 @@
 //! To vary one more thing, add a field and a strategy for it in [`draws`], or in `setting` if it must not change a bit.
 #![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used)]
 
-use gatherflow::{Credits, DType, FirstGather, Group, GroupId, Layout, Link, Overlap, ParamOptions, Storage};
+use gatherflow::{Credits, DType, FirstGather, Group, GroupId, Layout, Link, Overlap, ParamOptions, State, Storage};
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
 
@@ -25,6 +25,8 @@ pub struct Draw {
     pub groups: Vec<Group>,
     pub units: Vec<UnitDraw>,
     pub steps: Vec<StepDraw>,
+    /// The step before which the state is taken to new engines.
+    pub interrupted: Option<Index>,
     pub setting: Setting,
 }
 
@@ -193,14 +195,27 @@ impl Draw {
             ..Job::new(&net, self.ranks, steps.end, &program)
         };
         let expected = serial(&job);
-        let finished = job.on_ranks(&expected, &self.setting(&net, grad_dtype), |mut trainer| {
-            for step in &self.steps {
-                self.one_step(step, &mut trainer);
+        let setting = self.setting(&net, grad_dtype);
+        let (before, after) = self.steps.split_at(self.interrupted.map_or(0, |step| step.index(self.steps.len())));
+        let train = |mut trainer: Trainer<'_>, steps: &[StepDraw]| {
+            steps.iter().for_each(|step| self.one_step(step, &mut trainer));
+            let state = trainer.engine.state().unwrap();
+            (state, trainer.finish())
+        };
+        let (state, interrupted) = match self.interrupted {
+            None => (None, Vec::new()),
+            Some(_) => {
+                let parts = job.on_ranks(&expected, &setting, |trainer| train(trainer, before));
+                let (parts, finished): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+                (Some(State::merge(parts).unwrap()), finished)
             }
-            trainer.finish()
+        };
+        let finished = job.on_ranks(&expected, &setting, |mut trainer| {
+            state.iter().for_each(|state| trainer.load(state));
+            train(trainer, after).1
         });
         assert!(finished.windows(2).all(|pair| pair[0].hash == pair[1].hash), "replicas differ: {finished:?}");
-        let skipped = finished[0].counters.skipped_steps;
+        let skipped = interrupted.iter().take(1).chain(&finished[..1]).map(|f| f.counters.skipped_steps).sum();
         assert_eq!(skipped, steps.end - expected.updated_steps());
         (expected.updated_steps(), skipped)
     }
@@ -233,18 +248,10 @@ pub fn draws() -> impl Strategy<Value = Draw> {
     let groups = prop::collection::vec(group(), 0..3);
     let units = prop::collection::vec(unit(), 1..5);
     let steps = prop::collection::vec(step(), 1..5);
+    let steps = (steps, prop::option::weighted(0.3, any::<Index>()));
     (layout, prop::option::of(scale), groups, units, steps, setting()).prop_map(
-        |((ranks, bucket_size, layout, grad_dtype, adam_w), scaler, groups, units, steps, setting)| Draw {
-            ranks,
-            bucket_size,
-            layout,
-            grad_dtype,
-            adam_w,
-            scaler,
-            groups,
-            units,
-            steps,
-            setting,
+        |((ranks, bucket_size, layout, grad_dtype, adam_w), scaler, groups, units, (steps, interrupted), setting)| {
+            Draw { ranks, bucket_size, layout, grad_dtype, adam_w, scaler, groups, units, steps, interrupted, setting }
         },
     )
 }

@@ -375,7 +375,7 @@ impl Session {
         close
     }
 
-    /// The loss scale of the step to come. Where the host decides skips, it waits for the outcome of the last step; where the
+    /// The loss scale of the step to come: the loaded one, if that was the last that happened. Otherwise, where the host decides skips, it waits for the outcome of the last step; where the
     /// device does, it reads the scalar there, once the executor's stream has reached the verdict (edge E7).
     ///
     /// # Errors
