@@ -5,6 +5,7 @@
 //! by `block_on`, so it is legal inside an async runtime. After a fatal failure every call returns the first cause.
 
 mod start;
+mod state;
 mod swap;
 mod write;
 
@@ -70,7 +71,11 @@ pub struct Engine {
     unknown_from: u64,
     /// Updated steps per group, as far as outcomes are known.
     known_t: Vec<u64>,
+    /// The same at the start, or where a state was loaded, and the number of `step` calls by then.
+    start: (Vec<u64>, u64),
     times: Vec<StepTimes>,
+    /// Steps behind the state that was loaded, and the number of `step` calls before that.
+    resumed: (u64, u64),
     /// The trained parameters' bytes, in registration order, while others are swapped in.
     kept: Option<Vec<Box<[u8]>>>,
     not_sync: PhantomData<Cell<()>>,
@@ -239,7 +244,7 @@ impl Engine {
         let stop = self.shared.stop.carry(number);
         // The ranks that share a copy of the model have the same data: it weighs once.
         let weight = if self.model_parallel().0 == 0 { self.weight } else { 0.0 };
-        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop, alike: self.rates_hash(number + 1) };
+        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop, alike: self.rates_hash(number) };
         gradients.reset();
         tracing::debug!(
             target: "gatherflow::engine",
@@ -258,11 +263,12 @@ impl Engine {
         Ok(StepHandle::new(&self.shared, step))
     }
 
-    /// A hash of the learning rates at t, which all ranks must have set alike. Ranks may know of different outcomes, so that they
-    /// give their devices rows for different t: they compare the largest, which all of them know.
-    fn rates_hash(&self, t: u64) -> u64 {
+    /// A hash of the learning rates of this step, which all ranks must have set alike. Ranks may know of different outcomes, so
+    /// that they give their devices rows for different t: they compare that of no skipped step, which all of them know.
+    fn rates_hash(&self, step: u64) -> u64 {
+        let taken = step - self.start.1;
         let mut hash = Fnv::new();
-        hash.words(self.lrs.iter().map(|lr| lr.at(t).to_bits()));
+        hash.words(self.lrs.iter().zip(&self.start.0).map(|(lr, t)| lr.at(t + taken + 1).to_bits()));
         hash.finish()
     }
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::actors::{Cause, FailureKind};
 use crate::config::ConfigError;
 use crate::model::ModelError;
+use crate::state::StateError;
 
 /// What sort of thing went wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,6 +21,8 @@ pub enum ErrorKind {
     Model,
     /// A call that the state of the engine does not allow, or an id that does not exist. Nothing was changed.
     Misuse,
+    /// Saved state was refused, by this rank or by another one. Nothing was changed on any rank.
+    State,
     /// The step was skipped on every rank: a gradient was not finite and the policy is `on_nonfinite = "error"`, or it was so
     /// before the reduction and `check_for_nan_in_grad` looked.
     NonFinite,
@@ -149,6 +152,7 @@ impl Error {
             ErrorKind::Config
             | ErrorKind::Model
             | ErrorKind::Misuse
+            | ErrorKind::State
             | ErrorKind::NonFinite
             | ErrorKind::Abandoned
             | ErrorKind::Unused
@@ -212,6 +216,12 @@ impl From<Cause> for Error {
 impl From<ConfigError> for Error {
     fn from(error: ConfigError) -> Self {
         Self::new(ErrorKind::Config, error.to_string()).because(error)
+    }
+}
+
+impl From<StateError> for Error {
+    fn from(error: StateError) -> Self {
+        Self::new(ErrorKind::State, error.to_string()).because(error)
     }
 }
 

@@ -163,6 +163,12 @@ impl Gradients {
         slot.last_write.clone()
     }
 
+    /// A parameter whose gradient is written, or being written.
+    pub(crate) fn written(&self) -> Option<ParamId> {
+        let index = self.slots.iter().position(|slot| slot.lock().phase != Phase::Untouched);
+        index.map(ParamId::from_index)
+    }
+
     /// Forgets what was written, so that the next write is the first; and what was abandoned, unless the last microbatch has
     /// begun, after which there is no writing it anew. Refused once a gradient is complete or while a guard is alive.
     pub(crate) fn forget_writes(&self) -> Result<(), (ParamId, Refused)> {

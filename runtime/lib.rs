@@ -44,6 +44,7 @@
 //! | run | [`Ranks`], [`Engine`], [`Pass`], [`Read`], [`Grad`], [`StepHandle`], [`Outcome`] |
 //! | write an adapter that needs `'static` | [`OwnedPass`], [`OwnedRead`], [`OwnedGrad`] |
 //! | stop all ranks together, or keep them waiting | [`StopFlag`], [`Busy`] |
+//! | take the optimizer's state, and go on from it on any number of ranks | [`State`], [`Engine::state`], [`Engine::load_state`] |
 //! | know what went wrong | [`Error`], [`ErrorKind`] |
 //! | know whether it overlaps | [`Report`], [`Counters`] |
 //!
@@ -67,6 +68,7 @@ mod pass;
 mod ranks;
 mod report;
 mod shared;
+mod state;
 mod stop;
 
 pub use gatherflow_actors::busy::Busy;
@@ -90,6 +92,7 @@ pub use owned::OwnedPass;
 pub use pass::{Back, Mode, Pass, UnitGuard};
 pub use ranks::{Rank, Ranks};
 pub use report::Report;
+pub use state::{GroupState, Part, Piece, ScalerState, State, StateError, TensorState};
 pub use stop::StopFlag;
 
 /// The README's example is a test.

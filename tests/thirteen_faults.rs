@@ -1,6 +1,6 @@
 //! Thirteen faults of the optimizer that this one takes as its starting point, one test each that they are not here, in every
 //! overlap mode. Most links are slow, so that reads do come before their gathers. Where a fault is about saved files, its test is
-//! about what such a file would be made of; the rest comes with saving.
+//! about the state that such a file is made of.
 #![allow(clippy::unwrap_used)]
 #![allow(clippy::redundant_closure_for_method_calls)] // the method is of one lifetime, the closure of any
 
@@ -11,12 +11,13 @@ mod synthetic;
 use std::sync::Mutex;
 
 use gatherflow::{
-    DType, Element, ErrorKind, FirstGather, GroupId, Internals, Link, Mode, Overlap, ParamOptions, Ranks, bf16,
+    DType, Element, ErrorKind, FirstGather, GroupId, Internals, Link, Mode, Overlap, ParamId, ParamOptions, Ranks,
+    State, bf16,
 };
 use gatherflow_actors::plan;
 use gatherflow_kernels::{AccessMode, BufRange};
 use reference::Scaler;
-use synthetic::{Job, Net, Setting, Trainer, serial, shuffled};
+use synthetic::{Job, Net, Setting, Trainer, bits, serial, serial_from, shuffled};
 
 /// Every overlap mode in both storages over a link that takes its time.
 fn slow_modes() -> impl Iterator<Item = Setting> {
@@ -93,6 +94,15 @@ fn fault_3_right_after_a_step_evaluation_and_parameters_agree_with_the_masters()
         if trainer.engine.steps() % 2 == 0 {
             trainer.evaluate();
         }
+        // The state that is taken here has the same masters as the memory of buckets.
+        for tensor in &trainer.engine.state().unwrap().tensors {
+            let param = net.params().iter().find(|p| p.name == tensor.name).unwrap();
+            for piece in &tensor.pieces {
+                let values = trainer.outside(param.id)[piece.start..piece.start + piece.master.len()].to_vec();
+                let rounded: Vec<f32> = piece.master.iter().map(|m| reference::rounded(param.dtype, *m)).collect();
+                assert_eq!(values, rounded, "{tensor:?}");
+            }
+        }
         for bucket in trainer.engine.plan().buckets() {
             for piece in trainer.engine.plan().owned(plan::Rank(trainer.rank()), bucket.id) {
                 let param = &trainer.outside(piece.param)[piece.in_param.start..piece.in_param.end];
@@ -123,21 +133,35 @@ fn fault_4_f32_parameters_beside_bf16_ones_keep_their_full_precision() {
 /// State is found by parameter, not by its place in a list: masters and moments of each are the reference's.
 #[test]
 fn fault_5_f32_and_16_bit_parameters_of_one_group_keep_their_own_state() {
+    let net = alternating();
+    for bucket_size in [1, 128, 1 << 20] {
+        in_every_mode(&Job { bucket_size, ..Job::new(&net, 3, 3, &|_, _| vec![vec![0]]) }, |_| ());
+    }
+}
+
+/// All parameters are as long as each other, so nothing but their names tells them apart.
+#[test]
+fn fault_5_saved_and_loaded_in_other_buckets_every_parameter_finds_its_own_state() {
+    let net = alternating();
+    let job = |bucket_size| Job { bucket_size, ..Job::new(&net, 3, 3, &|_, _| vec![vec![0]]) };
+    for (index, setting) in slow_modes().enumerate() {
+        let sizes = [1, 128, 1 << 20];
+        let (saving, loading) = (job(sizes[index % 3]), job(sizes[(index + 1) % 3]));
+        let state = saving.state_after(&serial(&saving), &setting, 2);
+        assert!(bits(&loading.resume(&serial_from(&loading, &state), &setting, &state)) == bits(&state));
+    }
+}
+
+/// f32 and bf16 parameters in turn, of one group.
+fn alternating() -> Net {
     let mut net = Net::empty();
     net.chunk();
     net.unit("unit");
     for index in 0..8 {
         let dtype = if index % 2 == 0 { DType::F32 } else { DType::Bf16 };
-        net.param(
-            &format!("{index}"),
-            40 + 7 * index,
-            dtype,
-            ParamOptions { group: GroupId(1), ..ParamOptions::default() },
-        );
+        net.param(&format!("{index}"), 70, dtype, ParamOptions { group: GroupId(1), ..ParamOptions::default() });
     }
-    for bucket_size in [1, 128, 1 << 20] {
-        in_every_mode(&Job { bucket_size, ..Job::new(&net, 3, 3, &|_, _| vec![vec![0]]) }, |_| ());
-    }
+    net
 }
 
 #[test]
@@ -173,6 +197,35 @@ fn fault_7_buckets_of_another_size_on_one_rank_are_an_error_on_all_ranks() {
             assert_eq!(error.kind(), ErrorKind::StartUp, "{error}");
             assert!(error.to_string().contains("bucket size"), "{error}");
             assert_eq!(error.to_string(), errors[0].to_string());
+        }
+    }
+}
+
+/// The bucket size may differ from the one that the state was saved with; what one rank alone has wrong is told on all.
+#[test]
+fn fault_7_a_state_that_one_rank_has_wrong_is_an_error_on_all_ranks_and_other_buckets_are_none() {
+    for overlap in [Overlap::None, Overlap::Chain, Overlap::Window] {
+        let parts = small::on_ranks(3, |rank| {
+            let engine = small::engine(rank, small::config().overlap(overlap)).unwrap().0;
+            engine.state().unwrap()
+        });
+        let state = State::merge(parts).unwrap();
+        let errors = small::on_ranks(2, |rank| {
+            let config = small::config().overlap(overlap).bucket_size(1 << 20);
+            let mut engine = small::engine(rank, config).unwrap().0;
+            let mut own = state.clone();
+            if engine.rank() == 1 {
+                own.tensors[0].pieces[0].exp_avg.pop();
+            }
+            let error = engine.load_state(&own).unwrap_err();
+            engine.load_state(&state).unwrap();
+            engine.close().unwrap();
+            error
+        });
+        for error in &errors {
+            assert_eq!(error.kind(), ErrorKind::State, "{error}");
+            assert!(error.to_string().contains("rank 1 has the state to load = refused: a piece of `tied`"), "{error}");
+            assert_eq!(error.message(), errors[0].message());
         }
     }
 }
@@ -226,6 +279,30 @@ fn fault_8_padding_is_zero_at_all_times_and_all_state_is_there_before_the_first_
                 }
                 trainer.finish()
             });
+        }
+    }
+}
+
+/// Nothing but the owned elements is in it, and they are the initial parameters.
+#[test]
+fn fault_8_state_can_be_taken_before_the_first_step_holds_no_padding_and_goes_on() {
+    for (ranks, bucket_size) in [(1, 1), (2, 128), (3, 1), (8, 1 << 20)] {
+        let net = Net::mixed(false);
+        let job = Job { bucket_size, ..Job::new(&net, ranks, 2, &|_, _| vec![(0..6).collect()]) };
+        let expected = serial(&job);
+        for setting in Setting::modes_and_storages() {
+            let state = job.state_after(&expected, &setting, 0);
+            for tensor in &state.tensors {
+                let param = net.params().iter().find(|p| p.name == tensor.name).unwrap();
+                let [piece] = &tensor.pieces[..] else { panic!("{tensor:?}") };
+                assert_eq!(piece.master, expected.weights[0][param.id.index()]);
+                let zeros = vec![0; param.numel];
+                for moments in [&piece.exp_avg, &piece.exp_avg_sq] {
+                    assert_eq!(moments.iter().map(|x| x.to_bits()).collect::<Vec<_>>(), zeros);
+                }
+            }
+            assert_eq!((state.steps, state.groups.iter().map(|group| group.t).sum::<u64>()), (0, 0));
+            job.resume(&expected, &setting, &state);
         }
     }
 }
@@ -285,11 +362,7 @@ fn fault_10_gathers_in_flight_when_the_next_step_ends_are_not_forgotten() {
 /// The rates of a group follow its t, and so do its bias corrections. Group 1 lives on one rank of four, group 2 on none.
 #[test]
 fn fault_11_a_group_that_is_empty_on_some_ranks_keeps_its_t_on_all() {
-    let mut net = Net::empty();
-    net.chunk();
-    net.unit("unit");
-    net.param("everywhere", 600, DType::Bf16, ParamOptions::default());
-    let one = net.param("one element", 1, DType::F32, ParamOptions { group: GroupId(1), ..ParamOptions::default() });
+    let (net, one) = lonely_group();
     let job = Job {
         overflow: |step, rank| step == 2 && rank == 3,
         bucket_size: 1,
@@ -304,6 +377,41 @@ fn fault_11_a_group_that_is_empty_on_some_ranks_keeps_its_t_on_all() {
         assert_eq!(owners.collect::<Vec<_>>(), [0]);
         assert_eq!(trainer.outcome(trainer.engine.steps() - 1).learning_rates.len(), 3);
     });
+}
+
+/// Ranks of which most have nothing of two groups save and load their t, and bias corrections and rates go on from it.
+#[test]
+fn fault_11_saved_by_ranks_that_have_nothing_of_it_a_group_keeps_its_t_on_any_number_of_ranks() {
+    let (net, _) = lonely_group();
+    let job = |ranks| Job {
+        overflow: |step, rank| step == 2 && rank == 0,
+        bucket_size: 1,
+        ..Job::new(&net, ranks, 6, &|_, _| vec![vec![0]])
+    };
+    let saving = job(4);
+    let expected = serial(&saving);
+    for setting in slow_modes() {
+        let parts = saving.parts_after(&expected, &setting, 4);
+        let t = |state: &State| state.groups.iter().map(|group| group.t).collect::<Vec<_>>();
+        let with_a_piece = parts.iter().filter(|(state, _)| !state.tensors[1].pieces.is_empty()).count();
+        assert!(with_a_piece == 1 && parts.iter().all(|(state, _)| t(state) == [3, 3, 3]));
+        let state = State::merge(parts.into_iter().map(|(state, _)| state)).unwrap();
+        saving.resume(&expected, &setting, &state);
+        for ranks in [1, 3] {
+            let loading = job(ranks);
+            loading.resume(&serial_from(&loading, &state), &setting, &state);
+        }
+    }
+}
+
+/// Group 1 has one element, group 2 none.
+fn lonely_group() -> (Net, ParamId) {
+    let mut net = Net::empty();
+    net.chunk();
+    net.unit("unit");
+    net.param("everywhere", 600, DType::Bf16, ParamOptions::default());
+    let one = net.param("one element", 1, DType::F32, ParamOptions { group: GroupId(1), ..ParamOptions::default() });
+    (net, one)
 }
 
 /// The output head is read in the first unit's forward and outside all units, and nobody enters its own unit before.

@@ -11,7 +11,7 @@ use std::thread;
 
 use gatherflow::{
     Back, Busy, Config, Engine, Error, Grad, Lr, Mode, Model, Outcome, OwnedGrad, OwnedPass, OwnedRead, Pass, Plan,
-    Rank, Read, Ready, Report, StepHandle, StopFlag, Swapped, UnitGuard, bf16, candle,
+    Rank, Read, Ready, Report, State, StepHandle, StopFlag, Swapped, UnitGuard, bf16, candle,
 };
 use small::{config, microbatch, on_ranks, solo};
 
@@ -67,6 +67,7 @@ fn by_the_compiler() -> BTreeMap<String, [&'static str; 3]> {
         owned "StopFlag": StopFlag;
         owned "Busy": Busy;
         owned "Report": Report;
+        owned "State": State;
         owned "Lr": Lr;
         owned "candle::Forward": candle::Forward;
         owned "candle::VarOptimizer": candle::VarOptimizer;

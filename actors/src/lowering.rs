@@ -341,8 +341,14 @@ impl Lowering {
             let (from, to) = (memory.dtype, DType::F32);
             push(Work::Cast(Cast { src: memory.param_shard, from, dst: memory.master, to }));
         }
-        if memory.send != memory.param_shard {
-            push(Work::Copy(Copy { src: memory.param_shard, dst: memory.send }));
+        if let Some(work) = self.stage_params(bucket) {
+            push(work);
         }
+    }
+
+    /// Brings a bucket's staging shard in line with its parameters, where it has one.
+    pub fn stage_params(&self, bucket: BucketId) -> Option<Work> {
+        let memory = self.bucket(bucket);
+        (memory.send != memory.param_shard).then_some(Work::Copy(Copy { src: memory.param_shard, dst: memory.send }))
     }
 }

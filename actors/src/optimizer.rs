@@ -111,6 +111,11 @@ pub struct StepStart {
 pub enum OptimizerMsg {
     /// Executor: `step` was called.
     Step(Box<StepStart>),
+    /// Executor: the steps so far are over, and the next ones go on from these updated steps per group.
+    Resume {
+        /// Updated steps, per group.
+        t: Vec<u64>,
+    },
     /// Bucket: its reduce was issued.
     ShardReduced {
         /// The step.
@@ -257,6 +262,11 @@ impl Optimizer {
         self.judging.front().is_some_and(|(oldest, _)| *oldest == step) && (self.skip == Skip::Device || enqueued)
     }
 
+    /// Nothing of a step has come, and every verdict is known.
+    fn is_between_steps(&self) -> bool {
+        self.reduced == 0 && self.start.is_none() && self.judging.is_empty()
+    }
+
     fn begin(&mut self, mut start: Box<StepStart>, actions: &mut Vec<Action>) {
         for close in std::mem::take(&mut start.close) {
             actions.push(Action::Send(Letter::Bucket(
@@ -387,6 +397,9 @@ impl Machine for Optimizer {
             }
             (OptimizerMsg::Step(start), _) if start.step == self.step + 1 + self.next.len() as u64 => {
                 self.next.push_back(start);
+            }
+            (OptimizerMsg::Resume { t }, Phase::Reducing) if self.is_between_steps() && t.len() == self.t.len() => {
+                self.t = t;
             }
             (OptimizerMsg::ShardReduced { step, bucket, event, gathered }, Phase::Reducing)
                 if step == self.step && self.reduced < self.order.len() =>
@@ -719,5 +732,25 @@ mod tests {
         refuses(&mut o, vec![small(0), judged, adam, verdict(1, true), reduced(0, 0)], "Judging");
         say(&mut o, verdict(0, true));
         refuses(&mut o, vec![verdict(0, true), reduced(0, 0)], "step 1, Reducing");
+    }
+
+    #[test]
+    fn a_resumed_optimizer_counts_on_from_the_loaded_t_and_only_between_steps() {
+        let mut optimizer = optimizer(1);
+        say(&mut optimizer, OptimizerMsg::Resume { t: vec![7, 40] });
+        say(&mut optimizer, step(0, vec![]));
+        let refused = |optimizer: &mut Optimizer, t| {
+            let error = optimizer.on(OptimizerMsg::Resume { t }, &mut Vec::new()).unwrap_err();
+            assert!(error.message.starts_with("Resume"), "{error}");
+        };
+        refused(&mut optimizer, vec![0, 0]);
+        for message in [reduced(0, 0), small(0), verdict(0, true)] {
+            say(&mut optimizer, message);
+        }
+        assert_eq!(optimizer.t(), [8, 41]);
+        refused(&mut optimizer, vec![0]);
+        say(&mut optimizer, reduced(1, 0));
+        refused(&mut optimizer, vec![0, 0]);
+        assert_eq!(optimizer.t(), [8, 41]);
     }
 }

@@ -7,6 +7,7 @@
 mod executor;
 mod masters;
 mod start;
+mod state;
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -30,6 +31,8 @@ use crate::shell::ActorThread;
 use crate::supervisor::Deadlines;
 
 pub use crate::recorder::StepTimes;
+pub use start::Init;
+pub use state::{LoadOwned, Resumed, SaveOwned};
 
 /// How equal parameters are ensured at the start (SPEC G5).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -161,6 +164,8 @@ pub struct Session {
     chain: Mutex<(u64, u32)>,
     /// Behind the executor's last read of the loss scale since `step`.
     scale_read: Mutex<Option<Event>>,
+    /// The loss scale that was loaded, and the number of steps before that.
+    loaded_scale: Mutex<Option<(u64, f32)>>,
     recorder: Recorder,
     /// How it was closed.
     closed: OnceLock<Result<(), Cause>>,

@@ -145,8 +145,10 @@ impl Engine {
             lrs,
             weight: 1.0,
             unknown_from: 0,
+            start: (known_t.clone(), 0),
             known_t,
             times: Vec::new(),
+            resumed: (0, 0),
             kept: None,
             not_sync: PhantomData,
         })

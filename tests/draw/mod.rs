@@ -7,7 +7,7 @@
 
 use gatherflow::{
     Across, Credits, DType, FirstGather, Group, GroupId, Layout, Link, Overlap, ParamOptions, ShardGroup, ShardGroupId,
-    Storage,
+    State, Storage,
 };
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -33,6 +33,8 @@ pub struct Draw {
     pub groups: Vec<Group>,
     pub units: Vec<UnitDraw>,
     pub steps: Vec<StepDraw>,
+    /// The step before which the state is taken to new engines.
+    pub interrupted: Option<Index>,
     pub setting: Setting,
 }
 
@@ -230,17 +232,30 @@ impl Draw {
             ..Job::new(&net, ranks, steps.end, &program)
         };
         let expected = serial(&job);
-        let finished = job.on_ranks(&expected, &self.setting(&net, grad_dtype), |mut trainer| {
-            for step in &self.steps {
-                self.one_step(step, &mut trainer);
+        let setting = self.setting(&net, grad_dtype);
+        let (before, after) = self.steps.split_at(self.interrupted.map_or(0, |step| step.index(self.steps.len())));
+        let train = |mut trainer: Trainer<'_>, steps: &[StepDraw]| {
+            steps.iter().for_each(|step| self.one_step(step, &mut trainer));
+            let state = trainer.engine.state().unwrap();
+            (state, trainer.finish())
+        };
+        let (state, interrupted) = match self.interrupted {
+            None => (None, Vec::new()),
+            Some(_) => {
+                let parts = job.on_ranks(&expected, &setting, |trainer| train(trainer, before));
+                let (parts, finished): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+                (Some(State::merge(parts).unwrap()), finished)
             }
-            trainer.finish()
+        };
+        let finished = job.on_ranks(&expected, &setting, |mut trainer| {
+            state.iter().for_each(|state| trainer.load(state));
+            train(trainer, after).1
         });
         let replicas = (0..ranks).flat_map(|rank| (0..rank).map(move |other| (other, rank)));
         for (one, other) in replicas.filter(|(one, other)| expected.alike(*one, *other)) {
             assert_eq!(finished[one].hash, finished[other].hash, "ranks {one} and {other} differ: {finished:?}");
         }
-        let skipped = finished[0].counters.skipped_steps;
+        let skipped = interrupted.iter().take(1).chain(&finished[..1]).map(|f| f.counters.skipped_steps).sum();
         assert_eq!(skipped, steps.end - expected.updated_steps());
         (expected.updated_steps(), skipped)
     }
@@ -285,8 +300,16 @@ pub fn draws() -> impl Strategy<Value = Draw> {
     let groups = prop::collection::vec(group(), 0..3);
     let units = prop::collection::vec(unit(), 1..5);
     let steps = prop::collection::vec(step(), 1..5);
+    let steps = (steps, prop::option::weighted(0.3, any::<Index>()));
     (layout, prop::option::of(scale), groups, units, steps, setting()).prop_map(
-        |((ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)), scaler, groups, units, steps, setting)| {
+        |(
+            (ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)),
+            scaler,
+            groups,
+            units,
+            (steps, interrupted),
+            setting,
+        )| {
             let ((copies, model_parallel), shard_groups) = ranks;
             Draw {
                 copies,
@@ -301,6 +324,7 @@ pub fn draws() -> impl Strategy<Value = Draw> {
                 groups,
                 units,
                 steps,
+                interrupted,
                 setting,
             }
         },

@@ -93,7 +93,7 @@ impl Scaler {
 }
 
 /// What a step came to.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Verdict {
     pub updated: bool,
     pub grad_norm: Option<f64>,
@@ -118,7 +118,7 @@ pub struct Serial {
     max_norm: f64,
     scaler: Option<Scaler>,
     /// Updated steps.
-    t: u64,
+    pub t: u64,
 }
 
 impl Serial {

@@ -10,12 +10,14 @@
 //! | `net` | the model: units, parameters, groups |
 //! | `sight` | what a rank sees in one step, from any thread |
 //! | `pipeline` | several chunks' passes open at once |
+//! | `resume` | jobs that are interrupted, and go on from a state |
 //! | `trainer` | one rank of the engine, compared with the reference as it goes |
 #![allow(dead_code, unused_imports, unreachable_pub, missing_docs, missing_debug_implementations, clippy::unwrap_used)]
 #![allow(clippy::missing_panics_doc)]
 
 mod net;
 mod pipeline;
+mod resume;
 mod sight;
 mod trainer;
 
@@ -24,11 +26,12 @@ use std::time::{Duration, Instant};
 
 use gatherflow::{
     Across, Config, Credits, DType, FirstGather, Internals, Layout, Link, NormType, Overlap, ParamId, ParamInfo, Plan,
-    ScalerKind, Skip, Storage, SumOver,
+    ScalerKind, Skip, State, Storage, SumOver,
 };
 
 pub use net::Net;
 pub use pipeline::Beside;
+pub use resume::bits;
 pub use trainer::{Finished, Trainer};
 
 use crate::reference::{Hyper, Scaler, Serial, Verdict, View, Weight, rounded};
@@ -294,6 +297,11 @@ impl Expected {
 
 /// Runs a job serially.
 pub fn serial(job: &Job<'_>) -> Expected {
+    serial_from(job, &State::default())
+}
+
+/// Runs serially what is left of a job after a state, all of it after an empty one. The reference knows nothing of the steps before.
+pub fn serial_from(job: &Job<'_>, state: &State) -> Expected {
     let net = job.net;
     let plan = net.model.plan(job.ranks, &job.config(&Setting::of(Overlap::None))).unwrap();
     let weights = |rank: usize| {
@@ -302,12 +310,21 @@ pub fn serial(job: &Job<'_>) -> Expected {
             // Copies start from the values of the first one.
             let first = plan.copies_of(p.id).next().unwrap_or(p.id);
             let initial: Vec<f32> = (0..p.numel).map(|i| Net::initial(variant, first, i)).collect();
-            Weight::new(p.id, p.dtype, p.options.group.0 as usize, p.options.trainable, &initial)
+            let mut weight = Weight::new(p.id, p.dtype, p.options.group.0 as usize, p.options.trainable, &initial);
+            if let Some(saved) = state.tensors.iter().find(|tensor| tensor.name == p.name) {
+                let piece = &saved.pieces[0];
+                weight.param = piece.master.iter().map(|m| rounded(p.dtype, *m)).collect();
+                weight.master.clone_from(&piece.master);
+                weight.exp_avg.clone_from(&piece.exp_avg);
+                weight.exp_avg_sq.clone_from(&piece.exp_avg_sq);
+            }
+            weight
         };
         net.params().iter().map(weight).collect()
     };
     let groups: Vec<Hyper> = net.hyper(job.lr, job.adam_w);
     let mut optimizer = Serial::new(plan.clone(), weights, groups, job.max_norm, job.scaler).by_norm(job.norm);
+    optimizer.t = state.groups.first().map_or(0, |group| group.t);
     let view_of = (0..job.ranks).map(|rank| {
         let is_its = |view: &View| std::ptr::eq(view.weights.as_slice(), optimizer.weights(rank));
         optimizer.views.iter().position(is_its).unwrap()
@@ -317,8 +334,10 @@ pub fn serial(job: &Job<'_>) -> Expected {
         let of_view = |view: &View| view.weights.iter().map(|w| w.param.clone()).collect::<Vec<_>>();
         optimizer.views.iter().map(of_view).collect::<Vec<_>>()
     };
-    let (mut versions, mut losses, mut verdicts) = (vec![snapshot(&optimizer)], Vec::new(), Vec::new());
-    for step in 0..job.steps {
+    let before = state.steps as usize;
+    let (mut versions, mut losses) = (vec![snapshot(&optimizer); before + 1], vec![Vec::new(); before]);
+    let mut verdicts = vec![Verdict::default(); before];
+    for step in state.steps..job.steps {
         let scale = optimizer.loss_scale();
         let ranks = (0..job.ranks).map(|rank| serial_rank(job, &plan, optimizer.weights(rank), step, rank, scale));
         let (of_step, gradients): (Vec<f64>, Vec<_>) = ranks.unzip();

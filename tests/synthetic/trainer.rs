@@ -1,6 +1,8 @@
 //! One rank of the engine under a synthetic job, compared with the serial reference at each read and each outcome.
 
-use gatherflow::{BucketId, Counters, Engine, Internals, Mode, ParamId, ParamMut, Pass, Rank, StepHandle, UnitGuard};
+use gatherflow::{
+    BucketId, Counters, Engine, Internals, Mode, ParamId, ParamMut, Pass, Rank, State, StepHandle, UnitGuard,
+};
 use gatherflow_actors::plan;
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::{AccessMode, BufRange, Work};
@@ -22,6 +24,9 @@ pub struct Trainer<'a> {
     pub job: &'a Job<'a>,
     pub expected: &'a Expected,
     setting: Setting,
+    /// Steps behind the state from which it went on, and the engine's before that.
+    resumed: (u64, u64),
+    /// Of the steps since then.
     handles: Vec<StepHandle>,
 }
 
@@ -53,11 +58,23 @@ impl<'a> Trainer<'a> {
         let model = net.model.clone();
         let mut engine = Engine::with_internals(rank, model, job.config(setting), internals, init).unwrap();
         Net::set_lrs(&mut engine);
-        Self { engine, job, expected, setting: *setting, handles: Vec::new() }
+        Self { engine, job, expected, setting: *setting, resumed: (0, 0), handles: Vec::new() }
+    }
+
+    /// Goes on from a state of the same job.
+    pub fn load(&mut self, state: &State) {
+        self.engine.load_state(state).unwrap();
+        self.resumed = (state.steps, self.engine.steps());
+        self.handles.clear();
     }
 
     pub fn rank(&self) -> usize {
         self.engine.rank()
+    }
+
+    /// Steps of the job so far.
+    pub fn steps(&self) -> u64 {
+        self.resumed.0 + self.engine.steps() - self.resumed.1
     }
 
     fn net(&self) -> &'a Net {
@@ -71,7 +88,7 @@ impl<'a> Trainer<'a> {
             params: self.engine.params(),
             plan: self.engine.plan(),
             rank: self.rank(),
-            step: self.engine.steps(),
+            step: self.steps(),
             two_writers: self.setting.two_writers,
         }
     }
@@ -106,7 +123,7 @@ impl<'a> Trainer<'a> {
 
     /// All microbatches of a step; `between` runs after each but the last.
     pub fn microbatches_with(&self, between: impl Fn(&Self)) {
-        let (net, step) = (self.net(), self.engine.steps());
+        let (net, step) = (self.net(), self.steps());
         let (sight, scale) = (self.sight(), self.loss_scale());
         let plan = self.engine.plan();
         let program = (self.job.program)(step, data_rank(plan, self.rank()));
@@ -137,14 +154,14 @@ impl<'a> Trainer<'a> {
     /// The loss scale of this step's gradients, which is the reference's.
     fn loss_scale(&self) -> f32 {
         let scale = if self.job.scaler.is_some() { self.engine.loss_scale().unwrap() } else { 1.0 };
-        let expected = &self.expected.verdicts[self.engine.steps() as usize];
+        let expected = &self.expected.verdicts[self.steps() as usize];
         assert_eq!(scale.to_bits(), expected.loss_scale.to_bits());
         scale
     }
 
     /// All microbatches of a step as a pipeline: see [`Pipeline`].
     pub fn pipelined(&self, beside: Beside) {
-        let microbatches = (self.job.program)(self.engine.steps(), data_rank(self.engine.plan(), self.rank())).len();
+        let microbatches = (self.job.program)(self.steps(), data_rank(self.engine.plan(), self.rank())).len();
         let passes =
             (0..microbatches).map(|microbatch| self.passes(microbatch, microbatch + 1 == microbatches, Mode::Train));
         let passes: Vec<_> = passes.collect();
@@ -165,7 +182,7 @@ impl<'a> Trainer<'a> {
 
     pub fn step(&mut self) {
         if let Some(weight) = self.job.weight {
-            self.engine.set_weight(weight(self.engine.steps(), self.engine.data_parallel().0)).unwrap();
+            self.engine.set_weight(weight(self.steps(), self.engine.data_parallel().0)).unwrap();
         }
         self.handles.push(self.engine.step().unwrap());
     }
@@ -181,7 +198,7 @@ impl<'a> Trainer<'a> {
 
     /// All that the job has left, then the comparison with the reference.
     pub fn train_to_the_end(mut self) -> Finished {
-        self.train(self.job.steps - self.engine.steps());
+        self.train(self.job.steps - self.steps());
         self.finish()
     }
 
@@ -194,7 +211,7 @@ impl<'a> Trainer<'a> {
     }
 
     pub fn outcome(&self, step: u64) -> gatherflow::Outcome {
-        let outcome = self.handles[step as usize].outcome().unwrap();
+        let outcome = self.handles[(step - self.resumed.0) as usize].outcome().unwrap();
         let expected = &self.expected.verdicts[step as usize];
         let bits = |norm: Option<f64>| norm.map(f64::to_bits);
         assert_eq!(outcome.updated, expected.updated, "step {step}");
@@ -214,14 +231,14 @@ impl<'a> Trainer<'a> {
 
     /// Compares everything with the reference and closes.
     pub fn finish(mut self) -> Finished {
-        for step in 0..self.handles.len() as u64 {
+        for step in self.resumed.0..self.steps() {
             self.outcome(step);
         }
         for param in self.net().params() {
             self.outside(param.id);
         }
         self.engine.ensure_params_ready().unwrap();
-        if self.engine.steps() == self.job.steps {
+        if self.steps() == self.job.steps {
             self.check_state();
         }
         let hash = self.engine.params_hash().unwrap();

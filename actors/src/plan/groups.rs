@@ -111,6 +111,21 @@ impl Plan {
             && (param.tensor_parallel || self.model_parallel_rank(rank) == 0)
     }
 
+    /// Of how many different parts of the model a parameter's name is the name: groups of experts, and model-parallel ranks.
+    pub fn parts(&self, param: &ParamPlan) -> (usize, usize) {
+        let group = &self.shard_groups[param.shard_group];
+        let experts = if group.across == Across::Experts { self.data_parallel() / group.ranks } else { 1 };
+        (experts, if param.tensor_parallel { self.model_parallel } else { 1 })
+    }
+
+    /// Which of its parts ([`Plan::parts`]) a rank has.
+    pub fn part(&self, rank: Rank, param: &ParamPlan) -> (usize, usize) {
+        let (experts, _) = self.parts(param);
+        let group = self.data_parallel_rank(rank) / self.shard_groups[param.shard_group].ranks;
+        let layer = if param.tensor_parallel { self.model_parallel_rank(rank) } else { 0 };
+        (if experts > 1 { group } else { 0 }, layer)
+    }
+
     /// The divisions whose parts hold a parameter alike: all ranks, unless each model-parallel rank or each shard group has
     /// another part of the model in it. Experts that are not tensor-parallel are alike in two ways.
     pub fn holders(&self, param: &ParamPlan) -> impl Iterator<Item = u32> {

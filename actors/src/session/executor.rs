@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::{Poll, Waker};
 
-use gatherflow_kernels::verdict::Scalars;
-use gatherflow_kernels::{Access, AccessMode, Cause, Event, EventStatus, Failure, FailureKind, Mark, clock};
+use gatherflow_kernels::{Cause, Event, EventStatus, Failure, FailureKind, Mark, clock};
 
 use super::{Session, StepRequest};
 use crate::action::{Edge, Letter, StepOutcome};
@@ -376,7 +375,7 @@ impl Session {
         close
     }
 
-    /// The loss scale of the step to come. Where the host decides skips, it waits for the outcome of the last step; where the
+    /// The loss scale of the step to come: the loaded one, if that was the last that happened. Otherwise, where the host decides skips, it waits for the outcome of the last step; where the
     /// device does, it reads the scalar there, once the executor's stream has reached the verdict (edge E7).
     ///
     /// # Errors
@@ -384,6 +383,9 @@ impl Session {
     pub fn loss_scale(&self) -> Result<f32, Cause> {
         self.check()?;
         let steps = self.steps();
+        if let Some((_, scale)) = self.loaded_scale.lock().filter(|(loaded, _)| *loaded == steps) {
+            return Ok(scale);
+        }
         if self.config.skip == Skip::Host && steps > 0 {
             return Ok(self.outcome(steps - 1)?.report.next_loss_scale);
         }
@@ -396,15 +398,7 @@ impl Session {
         if waits {
             self.recorder.waited(from, None);
         }
-        let (device, range) = (&self.hands.device, self.hands.lowering.scalars());
-        device.access(self.executor(), Access { range, mode: AccessMode::Read });
-        let lost = |reason: String| self.ended(&Arc::new(Failure::new(FailureKind::Device, self.rank(), reason)));
-        let lease = device.lease(range, AccessMode::Read).map_err(|e| lost(e.to_string()))?;
-        let bytes = lease.as_bytes().first_chunk::<{ Scalars::BYTES }>();
-        let scale = bytes.map(|bytes| Scalars::from_bytes(bytes).scale);
-        drop(lease);
-        *self.scale_read.lock() = Some(device.record(self.executor()));
-        scale.ok_or_else(|| lost("the step's scalars are too short".into()))
+        Ok(self.read_scalars()?.scale)
     }
 
     /// Waits for the outcome of a step.

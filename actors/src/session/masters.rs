@@ -7,6 +7,7 @@ use gatherflow_kernels::{Cause, Failure, FailureKind};
 use super::start::{cast_masters, parameter_hashes};
 use super::{Driver, Session};
 use crate::action::Edge;
+use crate::control::Agreement;
 
 impl Session {
     /// Makes the f32 masters of the owned 16-bit parameters anew from the parameters, which must have the same bits on every
@@ -23,15 +24,7 @@ impl Session {
         if self.plan.ranks() > 1 && self.config.driver == Driver::Actors {
             let lines = parameter_hashes("parameters", &self.plan, lowering, device)
                 .map_err(|e| self.ended(&Arc::new(Failure::new(FailureKind::Device, self.rank(), e.to_string()))))?;
-            let limit = self.config.deadlines.collective;
-            let late = |rank: usize| {
-                format!(
-                    "rank {rank} did not reload its masters within {} s (deadline `collective`): every rank must, between \
-                     the same two steps",
-                    limit.as_secs_f64()
-                )
-            };
-            let difference = self.hands.control.compare(lines, limit, &late).map_err(|cause| self.ended(&cause))?;
+            let difference = self.agree(lines, "reload its masters")?;
             if difference.is_some() {
                 return Ok(difference);
             }
@@ -43,5 +36,20 @@ impl Session {
         // The next write from outside comes after this read.
         self.wait_event(Edge::E3, &cast)?;
         Ok(None)
+    }
+
+    /// Waits until every rank has come to do something, and returns what they disagree about, the same on each.
+    ///
+    /// # Errors
+    /// A rank that does not come within the deadline of collectives, or the first cause after a failure.
+    pub(super) fn agree(&self, lines: Agreement, to_do: &str) -> Result<Option<String>, Cause> {
+        let limit = self.config.deadlines.collective;
+        let late = |rank: usize| {
+            format!(
+                "rank {rank} did not {to_do} within {} s (deadline `collective`): every rank must, between the same two steps",
+                limit.as_secs_f64()
+            )
+        };
+        self.hands.control.compare(lines, limit, &late).map_err(|cause| self.ended(&cause))
     }
 }

@@ -28,7 +28,7 @@ use crate::shell::{ActorThread, Directory};
 use crate::supervisor::SupervisorMsg;
 
 /// Fills one parameter's memory at the start.
-pub(super) type Init<'a> = &'a mut dyn FnMut(ParamId, &mut Lease) -> Result<(), Cause>;
+pub type Init<'a> = &'a mut dyn FnMut(ParamId, &mut Lease) -> Result<(), Cause>;
 
 impl Session {
     /// Starts one rank: allocates what the plan lists, calls `init` once per parameter (frozen ones too), meets the other
@@ -161,6 +161,7 @@ fn session(
         opened: AtomicU64::new(0),
         chain: Mutex::new((0, 0)),
         scale_read: Mutex::default(),
+        loaded_scale: Mutex::default(),
         recorder: Recorder::new(),
         closed: OnceLock::new(),
     }
