@@ -71,8 +71,8 @@ pub struct Engine {
     unknown_from: u64,
     /// Updated steps per group, as far as outcomes are known.
     known_t: Vec<u64>,
-    /// The same at the start, or where a state was loaded, and the number of `step` calls by then.
-    start: (Vec<u64>, u64),
+    /// The same at the start, or where a state was loaded.
+    first_t: Vec<u64>,
     times: Vec<StepTimes>,
     /// Steps behind the state that was loaded, and the number of `step` calls before that.
     resumed: (u64, u64),
@@ -266,9 +266,9 @@ impl Engine {
     /// A hash of the learning rates of this step, which all ranks must have set alike. Ranks may know of different outcomes, so
     /// that they give their devices rows for different t: they compare that of no skipped step, which all of them know.
     fn rates_hash(&self, step: u64) -> u64 {
-        let taken = step - self.start.1;
+        let taken = step - self.resumed.1;
         let mut hash = Fnv::new();
-        hash.words(self.lrs.iter().zip(&self.start.0).map(|(lr, t)| lr.at(t + taken + 1).to_bits()));
+        hash.words(self.lrs.iter().zip(&self.first_t).map(|(lr, t)| lr.at(t + taken + 1).to_bits()));
         hash.finish()
     }
 

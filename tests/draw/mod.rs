@@ -235,20 +235,22 @@ impl Draw {
         let setting = self.setting(&net, grad_dtype);
         let (before, after) = self.steps.split_at(self.interrupted.map_or(0, |step| step.index(self.steps.len())));
         let train = |mut trainer: Trainer<'_>, steps: &[StepDraw]| {
-            steps.iter().for_each(|step| self.one_step(step, &mut trainer));
+            for step in steps {
+                self.one_step(step, &mut trainer);
+            }
             let state = trainer.engine.state().unwrap();
             (state, trainer.finish())
         };
-        let (state, interrupted) = match self.interrupted {
-            None => (None, Vec::new()),
-            Some(_) => {
-                let parts = job.on_ranks(&expected, &setting, |trainer| train(trainer, before));
-                let (parts, finished): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-                (Some(State::merge(parts).unwrap()), finished)
-            }
-        };
+        let (mut state, mut interrupted) = (None, Vec::new());
+        if self.interrupted.is_some() {
+            let parts = job.on_ranks(&expected, &setting, |trainer| train(trainer, before));
+            let (parts, finished): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+            (state, interrupted) = (Some(State::merge(parts).unwrap()), finished);
+        }
         let finished = job.on_ranks(&expected, &setting, |mut trainer| {
-            state.iter().for_each(|state| trainer.load(state));
+            if let Some(state) = &state {
+                trainer.load(state);
+            }
             train(trainer, after).1
         });
         let replicas = (0..ranks).flat_map(|rank| (0..rank).map(move |other| (other, rank)));
