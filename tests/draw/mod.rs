@@ -198,24 +198,25 @@ impl Draw {
         let setting = self.setting(&net, grad_dtype);
         let (before, after) = self.steps.split_at(self.interrupted.map_or(0, |step| step.index(self.steps.len())));
         let train = |mut trainer: Trainer<'_>, steps: &[StepDraw]| {
-            steps.iter().for_each(|step| self.one_step(step, &mut trainer));
+            for step in steps {
+                self.one_step(step, &mut trainer);
+            }
             let state = trainer.engine.state().unwrap();
             (state, trainer.finish())
         };
-        let (state, interrupted) = match self.interrupted {
-            None => (None, Vec::new()),
-            Some(_) => {
-                let parts = job.on_ranks(&expected, &setting, |trainer| train(trainer, before));
-                let (parts, finished): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-                (Some(State::merge(parts).unwrap()), finished)
-            }
-        };
+        let interrupted = self.interrupted.map(|_| {
+            let parts = job.on_ranks(&expected, &setting, |trainer| train(trainer, before));
+            let (parts, finished): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+            (State::merge(parts).unwrap(), finished[0].counters.skipped_steps)
+        });
         let finished = job.on_ranks(&expected, &setting, |mut trainer| {
-            state.iter().for_each(|state| trainer.load(state));
+            if let Some((state, _)) = &interrupted {
+                trainer.load(state);
+            }
             train(trainer, after).1
         });
         assert!(finished.windows(2).all(|pair| pair[0].hash == pair[1].hash), "replicas differ: {finished:?}");
-        let skipped = interrupted.iter().take(1).chain(&finished[..1]).map(|f| f.counters.skipped_steps).sum();
+        let skipped = finished[0].counters.skipped_steps + interrupted.map_or(0, |(_, skipped)| skipped);
         assert_eq!(skipped, steps.end - expected.updated_steps());
         (expected.updated_steps(), skipped)
     }
