@@ -241,14 +241,13 @@ impl Draw {
             let state = trainer.engine.state().unwrap();
             (state, trainer.finish())
         };
-        let (mut state, mut interrupted) = (None, Vec::new());
-        if self.interrupted.is_some() {
+        let interrupted = self.interrupted.map(|_| {
             let parts = job.on_ranks(&expected, &setting, |trainer| train(trainer, before));
             let (parts, finished): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-            (state, interrupted) = (Some(State::merge(parts).unwrap()), finished);
-        }
+            (State::merge(parts).unwrap(), finished[0].counters.skipped_steps)
+        });
         let finished = job.on_ranks(&expected, &setting, |mut trainer| {
-            if let Some(state) = &state {
+            if let Some((state, _)) = &interrupted {
                 trainer.load(state);
             }
             train(trainer, after).1
@@ -257,7 +256,7 @@ impl Draw {
         for (one, other) in replicas.filter(|(one, other)| expected.alike(*one, *other)) {
             assert_eq!(finished[one].hash, finished[other].hash, "ranks {one} and {other} differ: {finished:?}");
         }
-        let skipped = interrupted.iter().take(1).chain(&finished[..1]).map(|f| f.counters.skipped_steps).sum();
+        let skipped = finished[0].counters.skipped_steps + interrupted.map_or(0, |(_, skipped)| skipped);
         assert_eq!(skipped, steps.end - expected.updated_steps());
         (expected.updated_steps(), skipped)
     }
