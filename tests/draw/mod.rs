@@ -5,9 +5,11 @@
 //! To vary one more thing, add a field and a strategy for it in [`draws`], or in `setting` if it must not change a bit.
 #![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use gatherflow::{
-    Across, Credits, DType, FirstGather, Group, GroupId, Layout, Link, Overlap, ParamOptions, ShardGroup, ShardGroupId,
-    Storage,
+    Across, Credits, DType, FirstGather, Group, GroupId, Layout, Link, NormType, Overlap, ParamOptions, ShardGroup,
+    ShardGroupId, Skip, Storage, SumOver,
 };
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -26,6 +28,8 @@ pub struct Draw {
     /// Of parameters that take the default and can have it.
     pub grad_dtype: DType,
     pub adam_w: bool,
+    pub norm: NormType,
+    pub max_norm: f64,
     pub scaler: Option<Scaler>,
     /// Averages by weights, 0 on some ranks.
     pub weighted: bool,
@@ -63,6 +67,10 @@ pub struct ParamDraw {
     pub kind: Kind,
     pub shared_embedding: bool,
     pub tensor_parallel: bool,
+    /// Summed over the model-parallel ranks, if it is not tensor-parallel.
+    pub summed: bool,
+    /// A copy of one of the parameters so far, whose shape and marks it then has.
+    pub copy_of: Option<Index>,
 }
 
 /// The element type of a gradient.
@@ -101,6 +109,8 @@ pub struct StepDraw {
     pub prefetch: Option<(Index, Option<Index>)>,
     /// The rank that swaps other parameters in and back after the step.
     pub swap: Option<Index>,
+    /// The learning rate that the first group has from this step on.
+    pub lr: Option<f64>,
 }
 
 /// How a rank's forward goes through the units; another way on every rank and in every microbatch, but for the first.
@@ -132,6 +142,7 @@ impl Draw {
             let (ranks, across, average_over) = (*group.ranks.get(&divisors), group.across, group.average_over);
             net.model.shard_group(ShardGroup { name: format!("group {number}"), ranks, across, average_over });
         }
+        let first_copies = self.first_copies();
         let mut default_is_read = false;
         for (number, unit) in self.units.iter().enumerate() {
             if unit.opens_chunk || number == 0 {
@@ -139,9 +150,11 @@ impl Draw {
             }
             net.unit(&format!("unit {number}"));
             let before = net.params().to_vec();
-            for (index, param) in unit.params.iter().enumerate() {
+            for (index, drawn) in unit.params.iter().enumerate() {
+                let first = first_copies[net.params().len()];
+                let param = self.params().nth(first).unwrap();
                 let fits = |grad: DType| grad == DType::F32 || grad == param.dtype || param.dtype == DType::F32;
-                let grad_dtype = match param.gradient {
+                let grad_dtype = match drawn.gradient {
                     Gradient::Default if fits(self.grad_dtype) => None,
                     Gradient::Own => Some(param.dtype),
                     _ => Some(DType::F32),
@@ -153,11 +166,17 @@ impl Draw {
                     trainable,
                     grad_dtype,
                     tensor_parallel: param.tensor_parallel,
-                    shared_embedding: param.shared_embedding,
+                    shared_embedding: drawn.shared_embedding,
                     shard_group: ShardGroupId(param.shard_group.index(self.shard_groups.len() + 1) as u32),
-                    ..ParamOptions::default()
+                    sum_over: if param.summed && !param.tensor_parallel {
+                        SumOver::ModelParallel
+                    } else {
+                        SumOver::Nothing
+                    },
+                    shared: (first_copies.iter().filter(|copy| **copy == first).count() > 1)
+                        .then(|| format!("weight {first}")),
                 };
-                let kind = format!("{:?}", param.kind).to_lowercase();
+                let kind = format!("{:?}", if trainable { drawn.kind } else { Kind::Frozen }).to_lowercase();
                 net.param(&format!("{number}.{index} {kind}"), param.numel, param.dtype, options);
             }
             let mut tied: Vec<usize> = unit.ties.iter().map(|tie| tie.index(before.len().max(1))).collect();
@@ -166,6 +185,20 @@ impl Draw {
             tied.iter().filter_map(|tie| before.get(*tie)).for_each(|param| net.use_param(param.id));
         }
         (net, if default_is_read { self.grad_dtype } else { DType::F32 })
+    }
+
+    fn params(&self) -> impl Iterator<Item = &ParamDraw> {
+        self.units.iter().flat_map(|unit| &unit.params)
+    }
+
+    /// By parameter: the first of its copies, itself if it has no earlier one.
+    fn first_copies(&self) -> Vec<usize> {
+        let mut firsts = Vec::new();
+        for (number, param) in self.params().enumerate() {
+            let earlier = param.copy_of.filter(|_| number > 0).map(|copy| firsts[copy.index(number)]);
+            firsts.push(earlier.unwrap_or(number));
+        }
+        firsts
     }
 
     fn ranks(&self) -> usize {
@@ -215,14 +248,19 @@ impl Draw {
         let ranks = self.ranks();
         let overflow = |step: u64| Some((step, self.steps[step as usize].overflow?.index(ranks)));
         let overflows: Vec<(u64, usize)> = steps.clone().filter_map(overflow).collect();
+        let rates: Vec<(u64, f64)> =
+            steps.clone().filter_map(|step| Some((step, self.steps[step as usize].lr?))).collect();
         let job = Job {
             overflows: &overflows,
+            rates: &rates,
             may_stand_still: true,
             scaler: self.scaler(&net, grad_dtype),
             weight: self
                 .weighted
                 .then_some(|step, copy| (random_bits(&[step, copy as u64]) % 3 + u64::from(copy == 0)) as f64 / 2.0),
             adam_w: self.adam_w,
+            norm: self.norm,
+            max_norm: self.max_norm,
             grad_dtype,
             bucket_size: self.bucket_size,
             layout: self.layout,
@@ -280,13 +318,17 @@ pub fn draws() -> impl Strategy<Value = Draw> {
     let ranks = (ranks, prop_oneof![1 => Just(Vec::new()), 1 => prop::collection::vec(shard_group(), 1..4)]);
     let averages = (any::<bool>(), prop::bool::weighted(0.3));
     let layout = (ranks, sizes, layout, select(DTYPES.to_vec()), averages);
+    let norm = prop_oneof![2 => Just(NormType::P(2.0)), 1 => Just(NormType::P(1.0)), 1 => Just(NormType::Inf),
+        1 => select(vec![0.1, 0.5, 3.0, 7.0]).prop_map(NormType::P)];
+    let norm = (norm, select(vec![2.0, 0.0, 0.01, 1e9]));
     let scale = (0_i32..24, 1_u32..4, 1_i32..3)
         .prop_map(|(scale, interval, hysteresis)| Scaler::new(2.0_f32.powi(scale), interval, hysteresis));
     let groups = prop::collection::vec(group(), 0..3);
     let units = prop::collection::vec(unit(), 1..5);
     let steps = prop::collection::vec(step(), 1..5);
-    (layout, prop::option::of(scale), groups, units, steps, setting()).prop_map(
-        |((ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)), scaler, groups, units, steps, setting)| {
+    (layout, (norm, prop::option::of(scale)), groups, units, steps, setting()).prop_map(
+        |(layout, ((norm, max_norm), scaler), groups, units, steps, setting)| {
+            let (ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)) = layout;
             let ((copies, model_parallel), shard_groups) = ranks;
             Draw {
                 copies,
@@ -296,6 +338,8 @@ pub fn draws() -> impl Strategy<Value = Draw> {
                 layout,
                 grad_dtype,
                 adam_w,
+                norm,
+                max_norm,
                 scaler,
                 weighted,
                 groups,
@@ -343,18 +387,23 @@ fn param() -> impl Strategy<Value = ParamDraw> {
         1 => Just(Kind::Unused),
         1 => Just(Kind::Sparse),
     ];
-    let marks = (prop::bool::weighted(0.1), any::<bool>());
+    let copy_of = prop::option::weighted(0.2, any::<Index>());
+    let marks = (prop::bool::weighted(0.1), any::<bool>(), prop::bool::weighted(0.3), copy_of);
     let groups = (any::<Index>(), any::<Index>());
     (numel, select(DTYPES.to_vec()), gradient, groups, kind, marks).prop_map(
-        |(numel, dtype, gradient, (group, shard_group), kind, (shared_embedding, tensor_parallel))| ParamDraw {
-            numel,
-            dtype,
-            gradient,
-            group,
-            shard_group,
-            kind,
-            shared_embedding,
-            tensor_parallel,
+        |(numel, dtype, gradient, (group, shard_group), kind, (shared_embedding, tensor_parallel, summed, copy_of))| {
+            ParamDraw {
+                numel,
+                dtype,
+                gradient,
+                group,
+                shard_group,
+                kind,
+                shared_embedding,
+                tensor_parallel,
+                summed,
+                copy_of,
+            }
         },
     )
 }
@@ -367,9 +416,10 @@ fn step() -> impl Strategy<Value = StepDraw> {
         |(before, between_microbatches, after, alone)| Evaluate { before, between_microbatches, after, alone },
     );
     let prefetch = prop::option::weighted(0.3, (any::<Index>(), prop::option::of(any::<Index>())));
-    let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()));
+    let lr = prop::option::weighted(0.2, 0.0_f64..0.05);
+    let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()), lr);
     (0_usize..4, any::<bool>(), order, any::<u64>(), overflow, evaluate, beside).prop_map(
-        |(microbatches, uneven, order, seed, overflow, evaluate, (zero_grad, prefetch, swap))| StepDraw {
+        |(microbatches, uneven, order, seed, overflow, evaluate, (zero_grad, prefetch, swap, lr))| StepDraw {
             microbatches,
             uneven,
             order,
@@ -379,6 +429,7 @@ fn step() -> impl Strategy<Value = StepDraw> {
             zero_grad,
             prefetch,
             swap,
+            lr,
         },
     )
 }
@@ -399,8 +450,11 @@ fn setting() -> impl Strategy<Value = Setting> {
     let (overlap_grad_reduce, issue_on_thread, two_writers) = (any::<bool>(), any::<bool>(), any::<bool>());
     let slow = Link::parse("1gbit,300us").unwrap();
     let link = prop_oneof![4 => Just(None), 1 => Just(Some(slow))];
-    (gathers, overlap_grad_reduce, issue_on_thread, two_writers, 1_u32..6, link).prop_map(
-        |(gathers, overlap_grad_reduce, issue_on_thread, two_writers, steps_in_flight, link)| {
+    let late = prop_oneof![3 => Just(Duration::ZERO), 1 => Just(Duration::from_millis(2))];
+    let verdicts = (select(vec![Skip::Host, Skip::Device]), any::<bool>(), late);
+    (gathers, overlap_grad_reduce, (issue_on_thread, two_writers), verdicts, 1_u32..6, link).prop_map(
+        |(gathers, overlap_grad_reduce, (issue_on_thread, two_writers), verdicts, steps_in_flight, link)| {
+            let (skip, check_for_nan_in_grad, verdict_delay) = verdicts;
             let (overlap, storage, credits, credits_bytes, first_gather, gather_group_bytes) = gathers;
             Setting {
                 storage,
@@ -409,6 +463,9 @@ fn setting() -> impl Strategy<Value = Setting> {
                 credits_bytes: credits_bytes.filter(|_| overlap == Overlap::Window),
                 first_gather,
                 overlap_grad_reduce,
+                skip,
+                check_for_nan_in_grad,
+                verdict_delay,
                 issue_on_thread,
                 two_writers,
                 steps_in_flight,

@@ -141,6 +141,11 @@ impl Serial {
         Self { norm, ..self }
     }
 
+    /// Another learning rate from the next step on.
+    pub fn set_lr(&mut self, group: usize, lr: impl Fn(u64) -> f64 + Send + Sync + 'static) {
+        self.groups[group].lr = Arc::new(lr);
+    }
+
     pub fn loss_scale(&self) -> f32 {
         self.scaler.map_or(1.0, |s| s.scale)
     }

@@ -63,6 +63,13 @@ pub struct Job<'a> {
     pub bucket_size: usize,
     /// Learning rate of the groups that have none of their own.
     pub lr: f64,
+    /// Learning rates that the first group takes, each from the step on before which it is set ([`decayed`]).
+    pub rates: &'a [(u64, f64)],
+}
+
+/// The learning rate at t of one that is set for the first group, which falls with the updated steps.
+pub fn decayed(rate: f64, t: u64) -> f64 {
+    rate / (1.0 + t as f64 / 5.0)
 }
 
 /// What must not change a bit.
@@ -80,6 +87,8 @@ pub struct Setting {
     pub gather_group_bytes: usize,
     pub overlap_grad_reduce: bool,
     pub skip: Skip,
+    /// Not read where the job has a scaler. With it, a step with a gradient that is not finite is an error.
+    pub check_for_nan_in_grad: bool,
     pub issue_on_thread: bool,
     pub steps_in_flight: u32,
     /// Gradients of a unit are written by two threads at once.
@@ -102,6 +111,7 @@ impl Setting {
             gather_group_bytes: 0,
             overlap_grad_reduce: true,
             skip: Skip::Host,
+            check_for_nan_in_grad: false,
             issue_on_thread: false,
             steps_in_flight: 2,
             two_writers: false,
@@ -164,7 +174,13 @@ impl<'a> Job<'a> {
             grad_dtype: DType::F32,
             bucket_size: 128,
             lr: 0.02,
+            rates: &[],
         }
+    }
+
+    /// What is set for the first group before a step.
+    fn rate_at(&self, step: u64) -> Option<f64> {
+        self.rates.iter().find(|(at, _)| *at == step).map(|(_, rate)| *rate)
     }
 
     fn overflows_at(&self, step: u64, rank: usize) -> bool {
@@ -192,6 +208,10 @@ impl<'a> Job<'a> {
         let config = match setting.gather_group_bytes {
             0 => config,
             bytes => config.gather_group_bytes(bytes),
+        };
+        let config = match self.scaler {
+            None if setting.check_for_nan_in_grad => config.check_for_nan_in_grad(true),
+            _ => config,
         };
         let config = match self.grad_dtype {
             DType::F32 => config,
@@ -323,6 +343,9 @@ pub fn serial(job: &Job<'_>) -> Expected {
         let ranks = (0..job.ranks).map(|rank| serial_rank(job, &plan, optimizer.weights(rank), step, rank, scale));
         let (of_step, gradients): (Vec<f64>, Vec<_>) = ranks.unzip();
         losses.push(of_step);
+        if let Some(rate) = job.rate_at(step) {
+            optimizer.set_lr(0, move |t| decayed(rate, t));
+        }
         let copies = 0..job.ranks / job.model_parallel;
         let verdict = optimizer.step(&gradients, copies.map(|copy| job.weight.map_or(1.0, |w| w(step, copy))).sum());
         let weights = snapshot(&optimizer);

@@ -1,13 +1,16 @@
 //! One rank of the engine under a synthetic job, compared with the serial reference at each read and each outcome.
 
-use gatherflow::{BucketId, Counters, Engine, Internals, Mode, ParamId, ParamMut, Pass, Rank, StepHandle, UnitGuard};
+use gatherflow::{
+    BucketId, Counters, Engine, ErrorKind, GroupId, Internals, Lr, Mode, ParamId, ParamMut, Pass, Rank, StepHandle,
+    UnitGuard,
+};
 use gatherflow_actors::plan;
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::{AccessMode, BufRange, Work};
 
 use super::pipeline::{Beside, Pipeline};
 use super::sight::{Sight, same_bits};
-use super::{At, Expected, Job, Net, Setting, data_rank, noise_of, start_of};
+use super::{At, Expected, Job, Net, Setting, data_rank, decayed, noise_of, start_of};
 
 /// What a rank has to tell when it is done.
 #[derive(Clone, Copy, Debug)]
@@ -167,6 +170,9 @@ impl<'a> Trainer<'a> {
         if let Some(weight) = self.job.weight {
             self.engine.set_weight(weight(self.engine.steps(), self.engine.data_parallel().0)).unwrap();
         }
+        if let Some(rate) = self.job.rate_at(self.engine.steps()) {
+            self.engine.set_lr(GroupId(0), Lr::schedule(move |t| decayed(rate, t))).unwrap();
+        }
         self.handles.push(self.engine.step().unwrap());
     }
 
@@ -212,10 +218,23 @@ impl<'a> Trainer<'a> {
         outcome
     }
 
+    /// A step is an error that names the rank whose own gradient was not finite.
+    fn is_refused(&self, step: u64) {
+        let error = self.handles[step as usize].outcome().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NonFinite, "step {step}: {error}");
+        let rank = error.rank().unwrap();
+        assert!(self.job.overflows_at(step, rank), "step {step}: {error}");
+    }
+
     /// Compares everything with the reference and closes.
     pub fn finish(mut self) -> Finished {
         for step in 0..self.handles.len() as u64 {
-            self.outcome(step);
+            let names = self.setting.check_for_nan_in_grad && self.job.scaler.is_none();
+            if names && !self.expected.verdicts[step as usize].updated {
+                self.is_refused(step);
+            } else {
+                self.outcome(step);
+            }
         }
         for param in self.net().params() {
             self.outside(param.id);
