@@ -74,6 +74,7 @@ pub fn decayed(rate: f64, t: u64) -> f64 {
 
 /// What must not change a bit.
 #[derive(Clone, Copy, Debug)]
+#[allow(clippy::struct_excessive_bools)] // dimensions of their own
 pub struct Setting {
     pub overlap: Overlap,
     pub storage: Storage,
