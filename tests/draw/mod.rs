@@ -103,6 +103,8 @@ pub struct StepDraw {
     pub seed: u64,
     /// The rank on which a gradient is infinite.
     pub overflow: Option<Index>,
+    /// The rank that abandons the first gradient it would write.
+    pub abandon: Option<Index>,
     pub evaluate: Evaluate,
     pub zero_grad: bool,
     /// Of the units, before forward, and the rank that does so (all, if none).
@@ -248,10 +250,13 @@ impl Draw {
         let ranks = self.ranks();
         let overflow = |step: u64| Some((step, self.steps[step as usize].overflow?.index(ranks)));
         let overflows: Vec<(u64, usize)> = steps.clone().filter_map(overflow).collect();
+        let abandon = |step: u64| Some((step, self.steps[step as usize].abandon?.index(ranks)));
+        let abandons: Vec<(u64, usize)> = steps.clone().filter_map(abandon).collect();
         let rates: Vec<(u64, f64)> =
             steps.clone().filter_map(|step| Some((step, self.steps[step as usize].lr?))).collect();
         let job = Job {
             overflows: &overflows,
+            abandons: &abandons,
             rates: &rates,
             may_stand_still: true,
             scaler: self.scaler(&net, grad_dtype),
@@ -411,6 +416,7 @@ fn param() -> impl Strategy<Value = ParamDraw> {
 fn step() -> impl Strategy<Value = StepDraw> {
     let order = select(vec![Order::Registration, Order::Permuted, Order::Any]);
     let overflow = prop_oneof![4 => Just(None), 1 => any::<Index>().prop_map(Some)];
+    let bad = (overflow, prop::option::weighted(0.1, any::<Index>()));
     let rarely = || prop::bool::weighted(0.25);
     let evaluate = (rarely(), rarely(), rarely(), prop::option::of(any::<Index>())).prop_map(
         |(before, between_microbatches, after, alone)| Evaluate { before, between_microbatches, after, alone },
@@ -418,18 +424,9 @@ fn step() -> impl Strategy<Value = StepDraw> {
     let prefetch = prop::option::weighted(0.3, (any::<Index>(), prop::option::of(any::<Index>())));
     let lr = prop::option::weighted(0.2, 0.0_f64..0.05);
     let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()), lr);
-    (0_usize..4, any::<bool>(), order, any::<u64>(), overflow, evaluate, beside).prop_map(
-        |(microbatches, uneven, order, seed, overflow, evaluate, (zero_grad, prefetch, swap, lr))| StepDraw {
-            microbatches,
-            uneven,
-            order,
-            seed,
-            overflow,
-            evaluate,
-            zero_grad,
-            prefetch,
-            swap,
-            lr,
+    (0_usize..4, any::<bool>(), order, any::<u64>(), bad, evaluate, beside).prop_map(
+        |(microbatches, uneven, order, seed, (overflow, abandon), evaluate, (zero_grad, prefetch, swap, lr))| {
+            StepDraw { microbatches, uneven, order, seed, overflow, abandon, evaluate, zero_grad, prefetch, swap, lr }
         },
     )
 }

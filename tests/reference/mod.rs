@@ -156,6 +156,17 @@ impl Serial {
         &self.views.iter().find(|view| view.rank == first).unwrap().weights
     }
 
+    /// A step that is skipped for another reason than its gradients: the loss scale stands still too.
+    pub fn spoiled(&self) -> Verdict {
+        // A skipped step uses the rates of the step that it would have been, and t stands still (SPEC T7, T8).
+        let learning_rates = self.learning_rates();
+        Verdict { updated: false, grad_norm: None, zeros: None, loss_scale: self.loss_scale(), learning_rates }
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.groups.iter().map(|group| (group.lr)(self.t + 1)).collect()
+    }
+
     /// One step from every rank's gradients of every parameter, `[rank][parameter]`, which carry the loss scale; their sum is
     /// divided by `weight`, which without weights is the number of copies of the model.
     pub fn step(&mut self, gradients: &[Vec<Vec<f32>>], weight: f64) -> Verdict {
@@ -174,11 +185,10 @@ impl Serial {
         if let Some(scaler) = &mut self.scaler {
             scaler.after(found_nonfinite);
         }
-        // A skipped step uses the rates of the step that it would have been, and t stands still (SPEC T7, T8).
-        let learning_rates = self.groups.iter().map(|group| (group.lr)(self.t + 1)).collect();
         if found_nonfinite {
-            return Verdict { updated: false, grad_norm: None, zeros: None, loss_scale, learning_rates };
+            return Verdict { loss_scale, ..self.spoiled() };
         }
+        let learning_rates = self.learning_rates();
         let (average, unscale) = (1.0 / weight, 1.0 / f64::from(loss_scale));
         let (norm, zeros) = norm_and_zeros(self.norm, &self.plan, &reduced);
         let norm = norm * average * unscale;

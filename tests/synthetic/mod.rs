@@ -49,6 +49,8 @@ pub struct Job<'a> {
     pub overflow: fn(u64, usize) -> bool,
     /// The same for the steps and ranks in this list.
     pub overflows: &'a [(u64, usize)],
+    /// The steps and ranks in which the first gradient that the rank would write is abandoned.
+    pub abandons: &'a [(u64, usize)],
     /// An updated step may leave all parameters as they are: nothing has a gradient, or too little of one.
     pub may_stand_still: bool,
     pub scaler: Option<Scaler>,
@@ -165,6 +167,7 @@ impl<'a> Job<'a> {
             program,
             overflow: |_, _| false,
             overflows: &[],
+            abandons: &[],
             may_stand_still: false,
             scaler: None,
             weight: None,
@@ -186,6 +189,17 @@ impl<'a> Job<'a> {
 
     fn overflows_at(&self, step: u64, rank: usize) -> bool {
         (self.overflow)(step, rank) || self.overflows.contains(&(step, rank))
+    }
+
+    /// Whether a rank abandons a gradient in this step: it has to write one.
+    fn abandons_at(&self, step: u64, rank: usize) -> bool {
+        let program = (self.program)(step, rank - rank % self.model_parallel);
+        let writes = program.iter().flatten().any(|unit| self.net.written(*unit).next().is_some());
+        writes && self.abandons.contains(&(step, rank))
+    }
+
+    fn is_spoiled(&self, step: u64) -> bool {
+        (0..self.ranks).any(|rank| self.abandons_at(step, rank))
     }
 
     pub fn config(&self, setting: &Setting) -> Config {
@@ -348,7 +362,8 @@ pub fn serial(job: &Job<'_>) -> Expected {
             optimizer.set_lr(0, move |t| decayed(rate, t));
         }
         let copies = 0..job.ranks / job.model_parallel;
-        let verdict = optimizer.step(&gradients, copies.map(|copy| job.weight.map_or(1.0, |w| w(step, copy))).sum());
+        let weight = copies.map(|copy| job.weight.map_or(1.0, |w| w(step, copy))).sum();
+        let verdict = if job.is_spoiled(step) { optimizer.spoiled() } else { optimizer.step(&gradients, weight) };
         let weights = snapshot(&optimizer);
         let changed = weights != versions[step as usize];
         assert!(verdict.updated || !changed, "a skipped step changes nothing");

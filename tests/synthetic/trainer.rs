@@ -114,6 +114,7 @@ impl<'a> Trainer<'a> {
         let plan = self.engine.plan();
         let program = (self.job.program)(step, data_rank(plan, self.rank()));
         let mut overflows = self.job.overflows_at(step, self.rank());
+        let mut abandons = self.job.abandons_at(step, self.rank());
         let mut loss = 0.0;
         for (microbatch, units) in program.iter().enumerate() {
             let last = microbatch + 1 == program.len();
@@ -127,7 +128,15 @@ impl<'a> Trainer<'a> {
                     (param, net.gradient(at, param, &values, scale, std::mem::take(&mut overflows)))
                 };
                 let gradients: Vec<_> = net.written(*unit).map(gradient).collect();
-                sight.write_all(&back, &gradients);
+                let written = match gradients.split_first() {
+                    Some(((first, _), others)) if std::mem::take(&mut abandons) => {
+                        sight.abandon(&back, *first);
+                        others
+                    }
+                    None => &[],
+                    Some(_) => &gradients,
+                };
+                sight.write_all(&back, written);
                 back.leave().unwrap();
             }
             if !last {
@@ -218,19 +227,24 @@ impl<'a> Trainer<'a> {
         outcome
     }
 
-    /// A step is an error that names the rank whose own gradient was not finite.
+    /// A step is an error that names the rank whose own gradient was abandoned or not finite.
     fn is_refused(&self, step: u64) {
         let error = self.handles[step as usize].outcome().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::NonFinite, "step {step}: {error}");
         let rank = error.rank().unwrap();
-        assert!(self.job.overflows_at(step, rank), "step {step}: {error}");
+        let as_expected = match error.kind() {
+            ErrorKind::Abandoned => self.job.abandons_at(step, rank),
+            ErrorKind::NonFinite => self.setting.check_for_nan_in_grad && self.job.overflows_at(step, rank),
+            _ => false,
+        };
+        assert!(as_expected, "step {step}: {error}");
     }
 
     /// Compares everything with the reference and closes.
     pub fn finish(mut self) -> Finished {
         for step in 0..self.handles.len() as u64 {
             let names = self.setting.check_for_nan_in_grad && self.job.scaler.is_none();
-            if names && !self.expected.verdicts[step as usize].updated {
+            let refused = names && !self.expected.verdicts[step as usize].updated;
+            if refused || self.job.is_spoiled(step) {
                 self.is_refused(step);
             } else {
                 self.outcome(step);
