@@ -111,6 +111,8 @@ pub struct StepDraw {
     pub prefetch: Option<(Index, Option<Index>)>,
     /// The rank that swaps other parameters in and back after the step.
     pub swap: Option<Index>,
+    /// The parameter that is written from outside after the step, with masters that follow.
+    pub write: Option<Index>,
     /// The learning rate that the first group has from this step on.
     pub lr: Option<f64>,
 }
@@ -252,11 +254,15 @@ impl Draw {
         let overflows: Vec<(u64, usize)> = steps.clone().filter_map(overflow).collect();
         let abandon = |step: u64| Some((step, self.steps[step as usize].abandon?.index(ranks)));
         let abandons: Vec<(u64, usize)> = steps.clone().filter_map(abandon).collect();
+        let params = net.params().len().max(1);
+        let write = |step: u64| Some((step, self.steps[step as usize].write?.index(params)));
+        let writes: Vec<(u64, usize)> = steps.clone().filter_map(write).collect();
         let rates: Vec<(u64, f64)> =
             steps.clone().filter_map(|step| Some((step, self.steps[step as usize].lr?))).collect();
         let job = Job {
             overflows: &overflows,
             abandons: &abandons,
+            writes: &writes,
             rates: &rates,
             may_stand_still: true,
             scaler: self.scaler(&net, grad_dtype),
@@ -423,10 +429,32 @@ fn step() -> impl Strategy<Value = StepDraw> {
     );
     let prefetch = prop::option::weighted(0.3, (any::<Index>(), prop::option::of(any::<Index>())));
     let lr = prop::option::weighted(0.2, 0.0_f64..0.05);
-    let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()), lr);
+    let write = prop::option::weighted(0.2, any::<Index>());
+    let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()), (lr, write));
     (0_usize..4, any::<bool>(), order, any::<u64>(), bad, evaluate, beside).prop_map(
-        |(microbatches, uneven, order, seed, (overflow, abandon), evaluate, (zero_grad, prefetch, swap, lr))| {
-            StepDraw { microbatches, uneven, order, seed, overflow, abandon, evaluate, zero_grad, prefetch, swap, lr }
+        |(
+            microbatches,
+            uneven,
+            order,
+            seed,
+            (overflow, abandon),
+            evaluate,
+            (zero_grad, prefetch, swap, (lr, write)),
+        )| {
+            StepDraw {
+                microbatches,
+                uneven,
+                order,
+                seed,
+                overflow,
+                abandon,
+                evaluate,
+                zero_grad,
+                prefetch,
+                swap,
+                write,
+                lr,
+            }
         },
     )
 }

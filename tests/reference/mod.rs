@@ -146,6 +146,17 @@ impl Serial {
         self.groups[group].lr = Arc::new(lr);
     }
 
+    /// A parameter and its other copies are written from outside, on every rank; all masters are made anew from the parameters.
+    pub fn write(&mut self, param: ParamId, values: &[f32]) {
+        let copies: Vec<ParamId> = self.plan.copies_of(param).collect();
+        for weight in self.views.iter_mut().flat_map(|view| &mut view.weights) {
+            if weight.id == param || copies.contains(&weight.id) {
+                weight.param = values.iter().map(|x| rounded(weight.dtype, *x)).collect();
+            }
+            weight.master.clone_from(&weight.param);
+        }
+    }
+
     pub fn loss_scale(&self) -> f32 {
         self.scaler.map_or(1.0, |s| s.scale)
     }

@@ -51,6 +51,8 @@ pub struct Job<'a> {
     pub overflows: &'a [(u64, usize)],
     /// The steps and ranks in which the first gradient that the rank would write is abandoned.
     pub abandons: &'a [(u64, usize)],
+    /// After which steps which parameter is written from outside ([`Net::rewritten`]), by its number.
+    pub writes: &'a [(u64, usize)],
     /// An updated step may leave all parameters as they are: nothing has a gradient, or too little of one.
     pub may_stand_still: bool,
     pub scaler: Option<Scaler>,
@@ -168,6 +170,7 @@ impl<'a> Job<'a> {
             overflow: |_, _| false,
             overflows: &[],
             abandons: &[],
+            writes: &[],
             may_stand_still: false,
             scaler: None,
             weight: None,
@@ -196,6 +199,12 @@ impl<'a> Job<'a> {
         let program = (self.program)(step, rank - rank % self.model_parallel);
         let writes = program.iter().flatten().any(|unit| self.net.written(*unit).next().is_some());
         writes && self.abandons.contains(&(step, rank))
+    }
+
+    /// The parameter that is written from outside after a step.
+    fn written_after(&self, step: u64) -> Option<&ParamInfo> {
+        let (_, param) = self.writes.iter().find(|(at, _)| *at == step)?;
+        self.net.params().get(*param)
     }
 
     fn is_spoiled(&self, step: u64) -> bool {
@@ -364,13 +373,18 @@ pub fn serial(job: &Job<'_>) -> Expected {
         let copies = 0..job.ranks / job.model_parallel;
         let weight = copies.map(|copy| job.weight.map_or(1.0, |w| w(step, copy))).sum();
         let verdict = if job.is_spoiled(step) { optimizer.spoiled() } else { optimizer.step(&gradients, weight) };
-        let weights = snapshot(&optimizer);
+        let mut weights = snapshot(&optimizer);
         let changed = weights != versions[step as usize];
         assert!(verdict.updated || !changed, "a skipped step changes nothing");
         assert!(
             changed || !verdict.updated || job.may_stand_still,
             "a reference that stands still would prove nothing"
         );
+        if let Some(param) = job.written_after(step) {
+            let values: Vec<f32> = (0..param.numel).map(|i| Net::rewritten(step, i)).collect();
+            optimizer.write(param.id, &values);
+            weights = snapshot(&optimizer);
+        }
         verdicts.push(verdict);
         versions.push(weights);
     }

@@ -182,7 +182,12 @@ impl<'a> Trainer<'a> {
         if let Some(rate) = self.job.rate_at(self.engine.steps()) {
             self.engine.set_lr(GroupId(0), Lr::schedule(move |t| decayed(rate, t))).unwrap();
         }
+        let step = self.engine.steps();
         self.handles.push(self.engine.step().unwrap());
+        if let Some(param) = self.job.written_after(step) {
+            self.engine.write_param(param.id, |out| out.fill_with(|i| Net::rewritten(step, i))).unwrap();
+            self.engine.reload_masters().unwrap();
+        }
     }
 
     pub fn train_one(&mut self) {
