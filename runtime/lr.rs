@@ -20,7 +20,8 @@ pub enum Lr {
 }
 
 impl Lr {
-    /// A function of t, which counts updated steps from 1.
+    /// A function of t, which counts updated steps from 1. It is also asked for the t of a job in which no step was skipped, up to
+    /// the number of steps taken: ranks compare that ([`ErrorKind::LearningRates`](crate::ErrorKind::LearningRates)).
     ///
     /// ```
     /// let warm_up = gatherflow::Lr::schedule(|t| 1e-3 * (t as f64 / 100.0).min(1.0));
