@@ -37,6 +37,8 @@ pub struct Draw {
     pub groups: Vec<Group>,
     pub units: Vec<UnitDraw>,
     pub steps: Vec<StepDraw>,
+    /// Every rank closes while outcomes are unknown.
+    pub closes_early: bool,
     pub setting: Setting,
 }
 
@@ -283,7 +285,7 @@ impl Draw {
             for step in &self.steps {
                 self.one_step(step, &mut trainer);
             }
-            trainer.finish()
+            if self.closes_early { trainer.close_early() } else { trainer.finish() }
         });
         let replicas = (0..ranks).flat_map(|rank| (0..rank).map(move |other| (other, rank)));
         for (one, other) in replicas.filter(|(one, other)| expected.alike(*one, *other)) {
@@ -336,9 +338,9 @@ pub fn draws() -> impl Strategy<Value = Draw> {
         .prop_map(|(scale, interval, hysteresis)| Scaler::new(2.0_f32.powi(scale), interval, hysteresis));
     let groups = prop::collection::vec(group(), 0..3);
     let units = prop::collection::vec(unit(), 1..5);
-    let steps = prop::collection::vec(step(), 1..5);
+    let steps = (prop::collection::vec(step(), 1..5), prop::bool::weighted(0.2));
     (layout, (norm, prop::option::of(scale)), groups, units, steps, setting()).prop_map(
-        |(layout, ((norm, max_norm), scaler), groups, units, steps, setting)| {
+        |(layout, ((norm, max_norm), scaler), groups, units, (steps, closes_early), setting)| {
             let (ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)) = layout;
             let ((copies, model_parallel), shard_groups) = ranks;
             Draw {
@@ -356,6 +358,7 @@ pub fn draws() -> impl Strategy<Value = Draw> {
                 groups,
                 units,
                 steps,
+                closes_early,
                 setting,
             }
         },
