@@ -71,8 +71,6 @@ pub struct Engine {
     unknown_from: u64,
     /// Updated steps per group, as far as outcomes are known.
     known_t: Vec<u64>,
-    /// The same at the start, or where a state was loaded.
-    first_t: Vec<u64>,
     times: Vec<StepTimes>,
     /// Steps behind the state that was loaded, and the number of `step` calls before that.
     resumed: (u64, u64),
@@ -141,8 +139,8 @@ impl Engine {
     }
 
     /// Sets the learning rate of a group, from the next step on. Its multiplier still applies. Call it alike on every rank: each
-    /// rank updates its own part of every parameter. A step for which ranks have set different rates is skipped on all of them, with
-    /// an error that names one ([`ErrorKind::LearningRates`](crate::ErrorKind::LearningRates)).
+    /// rank updates its own part of every parameter. A step for which ranks have set different values is skipped on all of them, with
+    /// an error that names one ([`ErrorKind::LearningRates`](crate::ErrorKind::LearningRates)); what schedules give is not compared.
     ///
     /// # Errors
     /// An unknown group, or a value that is negative or not finite.
@@ -244,7 +242,7 @@ impl Engine {
         let stop = self.shared.stop.carry(number);
         // The ranks that share a copy of the model have the same data: it weighs once.
         let weight = if self.model_parallel().0 == 0 { self.weight } else { 0.0 };
-        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop, alike: self.rates_hash(number) };
+        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop, alike: self.rates_hash() };
         gradients.reset();
         tracing::debug!(
             target: "gatherflow::engine",
@@ -263,12 +261,14 @@ impl Engine {
         Ok(StepHandle::new(&self.shared, step))
     }
 
-    /// A hash of the learning rates of this step, which all ranks must have set alike. Ranks may know of different outcomes, so
-    /// that they give their devices rows for different t: they compare that of no skipped step, which all of them know.
-    fn rates_hash(&self, step: u64) -> u64 {
-        let taken = step - self.resumed.1;
+    /// A hash of the learning rates that are set, which must be alike on all ranks. Schedules only count as such: ranks may know
+    /// of different outcomes, so there is no t for which all of them could be asked.
+    fn rates_hash(&self) -> u64 {
         let mut hash = Fnv::new();
-        hash.words(self.lrs.iter().zip(&self.first_t).map(|(lr, t)| lr.at(t + taken + 1).to_bits()));
+        hash.words(self.lrs.iter().map(|lr| match lr {
+            Lr::Value(value) => value.to_bits(),
+            Lr::Schedule(_) => u64::MAX,
+        }));
         hash.finish()
     }
 

@@ -20,7 +20,8 @@ pub enum Lr {
 }
 
 impl Lr {
-    /// A function of t, which counts updated steps from 1.
+    /// A function of t, which counts updated steps from 1. It must give the same on every rank, and is asked for each t that the next
+    /// step can still have.
     ///
     /// ```
     /// let warm_up = gatherflow::Lr::schedule(|t| 1e-3 * (t as f64 / 100.0).min(1.0));

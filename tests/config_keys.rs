@@ -1,7 +1,7 @@
 //! Every key is read by name, unknown ones are refused with a hint, and one that nothing reads is an error (rule K1).
 #![allow(clippy::unwrap_used)]
 
-use gatherflow::{Config, ConfigError, Credits, DType, ErrorKind, KEYS, Model, Overlap};
+use gatherflow::{Config, ConfigError, Credits, DType, ErrorKind, KEYS, Model, NormType, Overlap};
 
 fn refusal(text: &str) -> String {
     Config::from_toml(text).unwrap_err().to_string()
@@ -51,6 +51,19 @@ fn values_of_the_wrong_type_name_key_value_and_what_is_expected() {
     }
     assert!(refusal("overlap = ").contains("not valid TOML"));
     assert!(Config::from_file("/nowhere/config.toml").unwrap_err().to_string().contains("/nowhere/config.toml"));
+}
+
+#[test]
+fn an_infinite_power_is_the_inf_norm_from_text_and_builder() {
+    let debug = |config: Config| format!("{config:?}");
+    let inf = debug(Config::new().norm_type(NormType::Inf));
+    assert_eq!(debug(Config::new().norm_type(NormType::P(f64::INFINITY))), inf);
+    assert_eq!(debug(Config::from_toml("norm_type = inf").unwrap()), inf);
+    assert_eq!(debug(Config::from_toml("norm_type = \"inf\"").unwrap()), inf);
+    for power in [f64::NAN, f64::NEG_INFINITY, 0.0, -2.0, 7.5] {
+        let refused = Config::new().norm_type(NormType::P(power)).validate();
+        assert!(refused.unwrap_err().to_string().contains("`norm_type`"), "{power}");
+    }
 }
 
 #[test]

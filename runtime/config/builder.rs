@@ -69,8 +69,8 @@ setters! {
     "adam_w": adam_w(on: bool) |c, v| c.adam_w = v;
     /// `max_norm` of the gradients (default 1.0; 0 turns clipping off).
     "max_norm": max_norm(norm: f64) |c, v| c.max_norm = v;
-    /// `norm_type`: which norm of the gradients is told and clipped by (default the 2-norm).
-    "norm_type": norm_type(norm: NormType) |c, v| c.norm_type = v;
+    /// `norm_type`: which norm of the gradients is told and clipped by (default the 2-norm). An infinite power is the inf norm.
+    "norm_type": norm_type(norm: NormType) |c, v| c.norm_type = if v == NormType::P(f64::INFINITY) { NormType::Inf } else { v };
     /// `average = "weight"`: divide by the sum of the ranks' weights, see [`Engine::set_weight`](crate::Engine::set_weight).
     "average": average_by_weight(on: bool) |c, v| c.average = if v { Average::Weight } else { Average::Ranks(1) };
     /// `on_nonfinite`: skip the step (default), or skip it and return an error.

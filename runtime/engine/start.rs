@@ -145,7 +145,6 @@ impl Engine {
             lrs,
             weight: 1.0,
             unknown_from: 0,
-            first_t: known_t.clone(),
             known_t,
             times: Vec::new(),
             resumed: (0, 0),

@@ -113,7 +113,6 @@ impl Engine {
         )?;
         self.known_t = state.groups.iter().map(|group| group.t).collect();
         self.unknown_from = self.steps();
-        self.first_t.clone_from(&self.known_t);
         self.resumed = (state.steps, self.steps());
         Ok(())
     }

@@ -5,9 +5,11 @@
 //! To vary one more thing, add a field and a strategy for it in [`draws`], or in `setting` if it must not change a bit.
 #![allow(dead_code, unreachable_pub, missing_docs, clippy::unwrap_used)]
 
+use std::time::Duration;
+
 use gatherflow::{
-    Across, Credits, DType, FirstGather, Group, GroupId, Layout, Link, Overlap, ParamOptions, ShardGroup, ShardGroupId,
-    State, Storage,
+    Across, Credits, DType, FirstGather, Group, GroupId, Layout, Link, NormType, Overlap, ParamOptions, ShardGroup,
+    ShardGroupId, Skip, State, Storage, SumOver,
 };
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
@@ -26,6 +28,8 @@ pub struct Draw {
     /// Of parameters that take the default and can have it.
     pub grad_dtype: DType,
     pub adam_w: bool,
+    pub norm: NormType,
+    pub max_norm: f64,
     pub scaler: Option<Scaler>,
     /// Averages by weights, 0 on some ranks.
     pub weighted: bool,
@@ -35,6 +39,8 @@ pub struct Draw {
     pub steps: Vec<StepDraw>,
     /// The step before which the state is taken to new engines.
     pub interrupted: Option<Index>,
+    /// Every rank closes while outcomes are unknown.
+    pub closes_early: bool,
     pub setting: Setting,
 }
 
@@ -65,6 +71,10 @@ pub struct ParamDraw {
     pub kind: Kind,
     pub shared_embedding: bool,
     pub tensor_parallel: bool,
+    /// Summed over the model-parallel ranks, if it is not tensor-parallel.
+    pub summed: bool,
+    /// A copy of one of the parameters so far, whose shape and marks it then has.
+    pub copy_of: Option<Index>,
 }
 
 /// The element type of a gradient.
@@ -97,12 +107,18 @@ pub struct StepDraw {
     pub seed: u64,
     /// The rank on which a gradient is infinite.
     pub overflow: Option<Index>,
+    /// The rank that abandons the first gradient it would write.
+    pub abandon: Option<Index>,
     pub evaluate: Evaluate,
     pub zero_grad: bool,
     /// Of the units, before forward, and the rank that does so (all, if none).
     pub prefetch: Option<(Index, Option<Index>)>,
     /// The rank that swaps other parameters in and back after the step.
     pub swap: Option<Index>,
+    /// The parameter that is written from outside after the step, with masters that follow.
+    pub write: Option<Index>,
+    /// The learning rate that the first group has from this step on.
+    pub lr: Option<f64>,
 }
 
 /// How a rank's forward goes through the units; another way on every rank and in every microbatch, but for the first.
@@ -134,6 +150,7 @@ impl Draw {
             let (ranks, across, average_over) = (*group.ranks.get(&divisors), group.across, group.average_over);
             net.model.shard_group(ShardGroup { name: format!("group {number}"), ranks, across, average_over });
         }
+        let first_copies = self.first_copies();
         let mut default_is_read = false;
         for (number, unit) in self.units.iter().enumerate() {
             if unit.opens_chunk || number == 0 {
@@ -141,9 +158,11 @@ impl Draw {
             }
             net.unit(&format!("unit {number}"));
             let before = net.params().to_vec();
-            for (index, param) in unit.params.iter().enumerate() {
+            for (index, drawn) in unit.params.iter().enumerate() {
+                let first = first_copies[net.params().len()];
+                let param = self.params().nth(first).unwrap();
                 let fits = |grad: DType| grad == DType::F32 || grad == param.dtype || param.dtype == DType::F32;
-                let grad_dtype = match param.gradient {
+                let grad_dtype = match drawn.gradient {
                     Gradient::Default if fits(self.grad_dtype) => None,
                     Gradient::Own => Some(param.dtype),
                     _ => Some(DType::F32),
@@ -155,11 +174,17 @@ impl Draw {
                     trainable,
                     grad_dtype,
                     tensor_parallel: param.tensor_parallel,
-                    shared_embedding: param.shared_embedding,
+                    shared_embedding: drawn.shared_embedding,
                     shard_group: ShardGroupId(param.shard_group.index(self.shard_groups.len() + 1) as u32),
-                    ..ParamOptions::default()
+                    sum_over: if param.summed && !param.tensor_parallel {
+                        SumOver::ModelParallel
+                    } else {
+                        SumOver::Nothing
+                    },
+                    shared: (first_copies.iter().filter(|copy| **copy == first).count() > 1)
+                        .then(|| format!("weight {first}")),
                 };
-                let kind = format!("{:?}", param.kind).to_lowercase();
+                let kind = format!("{:?}", if trainable { drawn.kind } else { Kind::Frozen }).to_lowercase();
                 net.param(&format!("{number}.{index} {kind}"), param.numel, param.dtype, options);
             }
             let mut tied: Vec<usize> = unit.ties.iter().map(|tie| tie.index(before.len().max(1))).collect();
@@ -168,6 +193,20 @@ impl Draw {
             tied.iter().filter_map(|tie| before.get(*tie)).for_each(|param| net.use_param(param.id));
         }
         (net, if default_is_read { self.grad_dtype } else { DType::F32 })
+    }
+
+    fn params(&self) -> impl Iterator<Item = &ParamDraw> {
+        self.units.iter().flat_map(|unit| &unit.params)
+    }
+
+    /// By parameter: the first of its copies, itself if it has no earlier one.
+    fn first_copies(&self) -> Vec<usize> {
+        let mut firsts = Vec::new();
+        for (number, param) in self.params().enumerate() {
+            let earlier = param.copy_of.filter(|_| number > 0).map(|copy| firsts[copy.index(number)]);
+            firsts.push(earlier.unwrap_or(number));
+        }
+        firsts
     }
 
     fn ranks(&self) -> usize {
@@ -217,14 +256,26 @@ impl Draw {
         let ranks = self.ranks();
         let overflow = |step: u64| Some((step, self.steps[step as usize].overflow?.index(ranks)));
         let overflows: Vec<(u64, usize)> = steps.clone().filter_map(overflow).collect();
+        let abandon = |step: u64| Some((step, self.steps[step as usize].abandon?.index(ranks)));
+        let abandons: Vec<(u64, usize)> = steps.clone().filter_map(abandon).collect();
+        let params = net.params().len().max(1);
+        let write = |step: u64| Some((step, self.steps[step as usize].write?.index(params)));
+        let writes: Vec<(u64, usize)> = steps.clone().filter_map(write).collect();
+        let rates: Vec<(u64, f64)> =
+            steps.clone().filter_map(|step| Some((step, self.steps[step as usize].lr?))).collect();
         let job = Job {
             overflows: &overflows,
+            abandons: &abandons,
+            writes: &writes,
+            rates: &rates,
             may_stand_still: true,
             scaler: self.scaler(&net, grad_dtype),
             weight: self
                 .weighted
                 .then_some(|step, copy| (random_bits(&[step, copy as u64]) % 3 + u64::from(copy == 0)) as f64 / 2.0),
             adam_w: self.adam_w,
+            norm: self.norm,
+            max_norm: self.max_norm,
             grad_dtype,
             bucket_size: self.bucket_size,
             layout: self.layout,
@@ -250,7 +301,11 @@ impl Draw {
             if let Some((state, _)) = &interrupted {
                 trainer.load(state);
             }
-            train(trainer, after).1
+            let closes = self.closes_early;
+            for step in after {
+                self.one_step(step, &mut trainer);
+            }
+            if closes { trainer.close_early() } else { trainer.finish() }
         });
         let replicas = (0..ranks).flat_map(|rank| (0..rank).map(move |other| (other, rank)));
         for (one, other) in replicas.filter(|(one, other)| expected.alike(*one, *other)) {
@@ -296,21 +351,18 @@ pub fn draws() -> impl Strategy<Value = Draw> {
     let ranks = (ranks, prop_oneof![1 => Just(Vec::new()), 1 => prop::collection::vec(shard_group(), 1..4)]);
     let averages = (any::<bool>(), prop::bool::weighted(0.3));
     let layout = (ranks, sizes, layout, select(DTYPES.to_vec()), averages);
+    let norm = prop_oneof![2 => Just(NormType::P(2.0)), 1 => Just(NormType::P(1.0)), 1 => Just(NormType::Inf),
+        1 => select(vec![0.1, 0.5, 3.0, 7.0]).prop_map(NormType::P)];
+    let norm = (norm, select(vec![2.0, 0.0, 0.01, 1e9]));
     let scale = (0_i32..24, 1_u32..4, 1_i32..3)
         .prop_map(|(scale, interval, hysteresis)| Scaler::new(2.0_f32.powi(scale), interval, hysteresis));
     let groups = prop::collection::vec(group(), 0..3);
     let units = prop::collection::vec(unit(), 1..5);
-    let steps = prop::collection::vec(step(), 1..5);
-    let steps = (steps, prop::option::weighted(0.3, any::<Index>()));
-    (layout, prop::option::of(scale), groups, units, steps, setting()).prop_map(
-        |(
-            (ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)),
-            scaler,
-            groups,
-            units,
-            (steps, interrupted),
-            setting,
-        )| {
+    let interrupted = prop::option::weighted(0.3, any::<Index>());
+    let steps = (prop::collection::vec(step(), 1..5), interrupted, prop::bool::weighted(0.2));
+    (layout, (norm, prop::option::of(scale)), groups, units, steps, setting()).prop_map(
+        |(layout, ((norm, max_norm), scaler), groups, units, (steps, interrupted, closes_early), setting)| {
+            let (ranks, bucket_size, layout, grad_dtype, (adam_w, weighted)) = layout;
             let ((copies, model_parallel), shard_groups) = ranks;
             Draw {
                 copies,
@@ -320,12 +372,15 @@ pub fn draws() -> impl Strategy<Value = Draw> {
                 layout,
                 grad_dtype,
                 adam_w,
+                norm,
+                max_norm,
                 scaler,
                 weighted,
                 groups,
                 units,
                 steps,
                 interrupted,
+                closes_early,
                 setting,
             }
         },
@@ -368,18 +423,23 @@ fn param() -> impl Strategy<Value = ParamDraw> {
         1 => Just(Kind::Unused),
         1 => Just(Kind::Sparse),
     ];
-    let marks = (prop::bool::weighted(0.1), any::<bool>());
+    let copy_of = prop::option::weighted(0.2, any::<Index>());
+    let marks = (prop::bool::weighted(0.1), any::<bool>(), prop::bool::weighted(0.3), copy_of);
     let groups = (any::<Index>(), any::<Index>());
     (numel, select(DTYPES.to_vec()), gradient, groups, kind, marks).prop_map(
-        |(numel, dtype, gradient, (group, shard_group), kind, (shared_embedding, tensor_parallel))| ParamDraw {
-            numel,
-            dtype,
-            gradient,
-            group,
-            shard_group,
-            kind,
-            shared_embedding,
-            tensor_parallel,
+        |(numel, dtype, gradient, (group, shard_group), kind, (shared_embedding, tensor_parallel, summed, copy_of))| {
+            ParamDraw {
+                numel,
+                dtype,
+                gradient,
+                group,
+                shard_group,
+                kind,
+                shared_embedding,
+                tensor_parallel,
+                summed,
+                copy_of,
+            }
         },
     )
 }
@@ -387,23 +447,39 @@ fn param() -> impl Strategy<Value = ParamDraw> {
 fn step() -> impl Strategy<Value = StepDraw> {
     let order = select(vec![Order::Registration, Order::Permuted, Order::Any]);
     let overflow = prop_oneof![4 => Just(None), 1 => any::<Index>().prop_map(Some)];
+    let bad = (overflow, prop::option::weighted(0.1, any::<Index>()));
     let rarely = || prop::bool::weighted(0.25);
     let evaluate = (rarely(), rarely(), rarely(), prop::option::of(any::<Index>())).prop_map(
         |(before, between_microbatches, after, alone)| Evaluate { before, between_microbatches, after, alone },
     );
     let prefetch = prop::option::weighted(0.3, (any::<Index>(), prop::option::of(any::<Index>())));
-    let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()));
-    (0_usize..4, any::<bool>(), order, any::<u64>(), overflow, evaluate, beside).prop_map(
-        |(microbatches, uneven, order, seed, overflow, evaluate, (zero_grad, prefetch, swap))| StepDraw {
+    let lr = prop::option::weighted(0.2, 0.0_f64..0.05);
+    let write = prop::option::weighted(0.2, any::<Index>());
+    let beside = (any::<bool>(), prefetch, prop::option::weighted(0.2, any::<Index>()), (lr, write));
+    (0_usize..4, any::<bool>(), order, any::<u64>(), bad, evaluate, beside).prop_map(
+        |(
             microbatches,
             uneven,
             order,
             seed,
-            overflow,
+            (overflow, abandon),
             evaluate,
-            zero_grad,
-            prefetch,
-            swap,
+            (zero_grad, prefetch, swap, (lr, write)),
+        )| {
+            StepDraw {
+                microbatches,
+                uneven,
+                order,
+                seed,
+                overflow,
+                abandon,
+                evaluate,
+                zero_grad,
+                prefetch,
+                swap,
+                write,
+                lr,
+            }
         },
     )
 }
@@ -424,8 +500,11 @@ fn setting() -> impl Strategy<Value = Setting> {
     let (overlap_grad_reduce, issue_on_thread, two_writers) = (any::<bool>(), any::<bool>(), any::<bool>());
     let slow = Link::parse("1gbit,300us").unwrap();
     let link = prop_oneof![4 => Just(None), 1 => Just(Some(slow))];
-    (gathers, overlap_grad_reduce, issue_on_thread, two_writers, 1_u32..6, link).prop_map(
-        |(gathers, overlap_grad_reduce, issue_on_thread, two_writers, steps_in_flight, link)| {
+    let late = prop_oneof![Just(Duration::ZERO), Just(Duration::from_millis(2))];
+    let verdicts = (select(vec![Skip::Host, Skip::Device]), any::<bool>(), late);
+    (gathers, overlap_grad_reduce, (issue_on_thread, two_writers), verdicts, 1_u32..6, link).prop_map(
+        |(gathers, overlap_grad_reduce, (issue_on_thread, two_writers), verdicts, steps_in_flight, link)| {
+            let (skip, check_for_nan_in_grad, verdict_delay) = verdicts;
             let (overlap, storage, credits, credits_bytes, first_gather, gather_group_bytes) = gathers;
             Setting {
                 storage,
@@ -434,6 +513,9 @@ fn setting() -> impl Strategy<Value = Setting> {
                 credits_bytes: credits_bytes.filter(|_| overlap == Overlap::Window),
                 first_gather,
                 overlap_grad_reduce,
+                skip,
+                check_for_nan_in_grad,
+                verdict_delay,
                 issue_on_thread,
                 two_writers,
                 steps_in_flight,

@@ -141,6 +141,22 @@ impl Serial {
         Self { norm, ..self }
     }
 
+    /// Another learning rate from the next step on.
+    pub fn set_lr(&mut self, group: usize, lr: impl Fn(u64) -> f64 + Send + Sync + 'static) {
+        self.groups[group].lr = Arc::new(lr);
+    }
+
+    /// A parameter and its other copies are written from outside, on every rank; all masters are made anew from the parameters.
+    pub fn write(&mut self, param: ParamId, values: &[f32]) {
+        let copies: Vec<ParamId> = self.plan.copies_of(param).collect();
+        for weight in self.views.iter_mut().flat_map(|view| &mut view.weights) {
+            if weight.id == param || copies.contains(&weight.id) {
+                weight.param = values.iter().map(|x| rounded(weight.dtype, *x)).collect();
+            }
+            weight.master.clone_from(&weight.param);
+        }
+    }
+
     pub fn loss_scale(&self) -> f32 {
         self.scaler.map_or(1.0, |s| s.scale)
     }
@@ -149,6 +165,17 @@ impl Serial {
     pub fn weights(&self, rank: usize) -> &[Weight] {
         let first = first_alike(&self.plan, rank);
         &self.views.iter().find(|view| view.rank == first).unwrap().weights
+    }
+
+    /// A step that is skipped for another reason than its gradients: the loss scale stands still too.
+    pub fn spoiled(&self) -> Verdict {
+        // A skipped step uses the rates of the step that it would have been, and t stands still (SPEC T7, T8).
+        let learning_rates = self.learning_rates();
+        Verdict { updated: false, grad_norm: None, zeros: None, loss_scale: self.loss_scale(), learning_rates }
+    }
+
+    fn learning_rates(&self) -> Vec<f64> {
+        self.groups.iter().map(|group| (group.lr)(self.t + 1)).collect()
     }
 
     /// One step from every rank's gradients of every parameter, `[rank][parameter]`, which carry the loss scale; their sum is
@@ -169,11 +196,10 @@ impl Serial {
         if let Some(scaler) = &mut self.scaler {
             scaler.after(found_nonfinite);
         }
-        // A skipped step uses the rates of the step that it would have been, and t stands still (SPEC T7, T8).
-        let learning_rates = self.groups.iter().map(|group| (group.lr)(self.t + 1)).collect();
         if found_nonfinite {
-            return Verdict { updated: false, grad_norm: None, zeros: None, loss_scale, learning_rates };
+            return Verdict { loss_scale, ..self.spoiled() };
         }
+        let learning_rates = self.learning_rates();
         let (average, unscale) = (1.0 / weight, 1.0 / f64::from(loss_scale));
         let (norm, zeros) = norm_and_zeros(self.norm, &self.plan, &reduced);
         let norm = norm * average * unscale;

@@ -52,6 +52,10 @@ pub struct Job<'a> {
     pub overflow: fn(u64, usize) -> bool,
     /// The same for the steps and ranks in this list.
     pub overflows: &'a [(u64, usize)],
+    /// The steps and ranks in which the first gradient that the rank would write is abandoned.
+    pub abandons: &'a [(u64, usize)],
+    /// After which steps which parameter is written from outside ([`Net::rewritten`]), by its number.
+    pub writes: &'a [(u64, usize)],
     /// An updated step may leave all parameters as they are: nothing has a gradient, or too little of one.
     pub may_stand_still: bool,
     pub scaler: Option<Scaler>,
@@ -66,10 +70,18 @@ pub struct Job<'a> {
     pub bucket_size: usize,
     /// Learning rate of the groups that have none of their own.
     pub lr: f64,
+    /// Learning rates that the first group takes, each from the step on before which it is set ([`decayed`]).
+    pub rates: &'a [(u64, f64)],
+}
+
+/// The learning rate at t of one that is set for the first group, which falls with the updated steps.
+pub fn decayed(rate: f64, t: u64) -> f64 {
+    rate / (1.0 + t as f64 / 5.0)
 }
 
 /// What must not change a bit.
 #[derive(Clone, Copy, Debug)]
+#[allow(clippy::struct_excessive_bools)] // dimensions of their own
 pub struct Setting {
     pub overlap: Overlap,
     pub storage: Storage,
@@ -83,6 +95,8 @@ pub struct Setting {
     pub gather_group_bytes: usize,
     pub overlap_grad_reduce: bool,
     pub skip: Skip,
+    /// Not read where the job has a scaler. With it, a step with a gradient that is not finite is an error.
+    pub check_for_nan_in_grad: bool,
     pub issue_on_thread: bool,
     pub steps_in_flight: u32,
     /// Gradients of a unit are written by two threads at once.
@@ -105,6 +119,7 @@ impl Setting {
             gather_group_bytes: 0,
             overlap_grad_reduce: true,
             skip: Skip::Host,
+            check_for_nan_in_grad: false,
             issue_on_thread: false,
             steps_in_flight: 2,
             two_writers: false,
@@ -157,6 +172,8 @@ impl<'a> Job<'a> {
             program,
             overflow: |_, _| false,
             overflows: &[],
+            abandons: &[],
+            writes: &[],
             may_stand_still: false,
             scaler: None,
             weight: None,
@@ -167,11 +184,34 @@ impl<'a> Job<'a> {
             grad_dtype: DType::F32,
             bucket_size: 128,
             lr: 0.02,
+            rates: &[],
         }
+    }
+
+    /// What is set for the first group before a step.
+    fn rate_at(&self, step: u64) -> Option<f64> {
+        self.rates.iter().find(|(at, _)| *at == step).map(|(_, rate)| *rate)
     }
 
     fn overflows_at(&self, step: u64, rank: usize) -> bool {
         (self.overflow)(step, rank) || self.overflows.contains(&(step, rank))
+    }
+
+    /// Whether a rank abandons a gradient in this step: it has to write one.
+    fn abandons_at(&self, step: u64, rank: usize) -> bool {
+        let program = (self.program)(step, rank - rank % self.model_parallel);
+        let writes = program.iter().flatten().any(|unit| self.net.written(*unit).next().is_some());
+        writes && self.abandons.contains(&(step, rank))
+    }
+
+    /// The parameter that is written from outside after a step.
+    fn written_after(&self, step: u64) -> Option<&ParamInfo> {
+        let (_, param) = self.writes.iter().find(|(at, _)| *at == step)?;
+        self.net.params().get(*param)
+    }
+
+    fn is_spoiled(&self, step: u64) -> bool {
+        (0..self.ranks).any(|rank| self.abandons_at(step, rank))
     }
 
     pub fn config(&self, setting: &Setting) -> Config {
@@ -195,6 +235,10 @@ impl<'a> Job<'a> {
         let config = match setting.gather_group_bytes {
             0 => config,
             bytes => config.gather_group_bytes(bytes),
+        };
+        let config = match self.scaler {
+            None if setting.check_for_nan_in_grad => config.check_for_nan_in_grad(true),
+            _ => config,
         };
         let config = match self.grad_dtype {
             DType::F32 => config,
@@ -342,15 +386,24 @@ pub fn serial_from(job: &Job<'_>, state: &State) -> Expected {
         let ranks = (0..job.ranks).map(|rank| serial_rank(job, &plan, optimizer.weights(rank), step, rank, scale));
         let (of_step, gradients): (Vec<f64>, Vec<_>) = ranks.unzip();
         losses.push(of_step);
+        if let Some(rate) = job.rate_at(step) {
+            optimizer.set_lr(0, move |t| decayed(rate, t));
+        }
         let copies = 0..job.ranks / job.model_parallel;
-        let verdict = optimizer.step(&gradients, copies.map(|copy| job.weight.map_or(1.0, |w| w(step, copy))).sum());
-        let weights = snapshot(&optimizer);
+        let weight = copies.map(|copy| job.weight.map_or(1.0, |w| w(step, copy))).sum();
+        let verdict = if job.is_spoiled(step) { optimizer.spoiled() } else { optimizer.step(&gradients, weight) };
+        let mut weights = snapshot(&optimizer);
         let changed = weights != versions[step as usize];
         assert!(verdict.updated || !changed, "a skipped step changes nothing");
         assert!(
             changed || !verdict.updated || job.may_stand_still,
             "a reference that stands still would prove nothing"
         );
+        if let Some(param) = job.written_after(step) {
+            let values: Vec<f32> = (0..param.numel).map(|i| Net::rewritten(step, i)).collect();
+            optimizer.write(param.id, &values);
+            weights = snapshot(&optimizer);
+        }
         verdicts.push(verdict);
         versions.push(weights);
     }

@@ -209,6 +209,11 @@ impl Net {
         random(&[1 + 2 * variant, u64::from(param.0), element as u64])
     }
 
+    /// What a parameter is written to after a step, where it is.
+    pub fn rewritten(step: u64, element: usize) -> f32 {
+        random(&[4, step, element as u64])
+    }
+
     fn target(param: ParamId, element: usize) -> f32 {
         random(&[2, u64::from(param.0), element as u64])
     }

@@ -55,6 +55,15 @@ impl Sight<'_> {
         assert_eq!(loss.to_bits(), expected.to_bits(), "loss of step {}: {loss}, expected {expected}", self.step);
     }
 
+    /// Begins to write a gradient and does not say that it is complete.
+    pub fn abandon(&self, back: &Back<'_>, param: ParamId) {
+        match self.params[param.index()].grad_dtype() {
+            DType::Bf16 => drop(back.grad::<bf16>(param).unwrap()),
+            DType::F16 => drop(back.grad::<f16>(param).unwrap()),
+            _ => drop(back.grad::<f32>(param).unwrap()),
+        }
+    }
+
     pub fn write_all(&self, back: &Back<'_>, gradients: &[(ParamId, Vec<f32>)]) {
         let write = |(param, gradient): &(ParamId, Vec<f32>)| {
             let sparse = self.job.net.is_sparse(*param);

@@ -1,7 +1,8 @@
 //! One rank of the engine under a synthetic job, compared with the serial reference at each read and each outcome.
 
 use gatherflow::{
-    BucketId, Counters, Engine, Internals, Mode, ParamId, ParamMut, Pass, Rank, State, StepHandle, UnitGuard,
+    BucketId, Counters, Engine, ErrorKind, GroupId, Internals, Lr, Mode, ParamId, ParamMut, Pass, Rank, State,
+    StepHandle, UnitGuard,
 };
 use gatherflow_actors::plan;
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
@@ -9,7 +10,7 @@ use gatherflow_kernels::{AccessMode, BufRange, Work};
 
 use super::pipeline::{Beside, Pipeline};
 use super::sight::{Sight, same_bits};
-use super::{At, Expected, Job, Net, Setting, data_rank, noise_of, start_of};
+use super::{At, Expected, Job, Net, Setting, data_rank, decayed, noise_of, start_of};
 
 /// What a rank has to tell when it is done.
 #[derive(Clone, Copy, Debug)]
@@ -66,6 +67,16 @@ impl<'a> Trainer<'a> {
         self.engine.load_state(state).unwrap();
         self.resumed = (state.steps, self.engine.steps());
         self.handles.clear();
+        // Frozen parameters are the model's, and learning rates the program's.
+        for step in 0..state.steps {
+            if let Some(param) = self.job.written_after(step).filter(|param| !param.options.trainable) {
+                self.engine.write_param(param.id, |out| out.fill_with(|i| Net::rewritten(step, i))).unwrap();
+            }
+        }
+        let earlier = (0..state.steps).rev().find_map(|step| self.job.rate_at(step));
+        if let Some(rate) = earlier {
+            self.engine.set_lr(GroupId(0), Lr::schedule(move |t| decayed(rate, t))).unwrap();
+        }
     }
 
     pub fn rank(&self) -> usize {
@@ -128,6 +139,7 @@ impl<'a> Trainer<'a> {
         let plan = self.engine.plan();
         let program = (self.job.program)(step, data_rank(plan, self.rank()));
         let mut overflows = self.job.overflows_at(step, self.rank());
+        let mut abandons = self.job.abandons_at(step, self.rank());
         let mut loss = 0.0;
         for (microbatch, units) in program.iter().enumerate() {
             let last = microbatch + 1 == program.len();
@@ -141,7 +153,15 @@ impl<'a> Trainer<'a> {
                     (param, net.gradient(at, param, &values, scale, std::mem::take(&mut overflows)))
                 };
                 let gradients: Vec<_> = net.written(*unit).map(gradient).collect();
-                sight.write_all(&back, &gradients);
+                let written = match gradients.split_first() {
+                    Some(((first, _), others)) if std::mem::take(&mut abandons) => {
+                        sight.abandon(&back, *first);
+                        others
+                    }
+                    None => &[],
+                    Some(_) => &gradients,
+                };
+                sight.write_all(&back, written);
                 back.leave().unwrap();
             }
             if !last {
@@ -184,7 +204,15 @@ impl<'a> Trainer<'a> {
         if let Some(weight) = self.job.weight {
             self.engine.set_weight(weight(self.steps(), self.engine.data_parallel().0)).unwrap();
         }
+        if let Some(rate) = self.job.rate_at(self.steps()) {
+            self.engine.set_lr(GroupId(0), Lr::schedule(move |t| decayed(rate, t))).unwrap();
+        }
+        let step = self.steps();
         self.handles.push(self.engine.step().unwrap());
+        if let Some(param) = self.job.written_after(step) {
+            self.engine.write_param(param.id, |out| out.fill_with(|i| Net::rewritten(step, i))).unwrap();
+            self.engine.reload_masters().unwrap();
+        }
     }
 
     pub fn train_one(&mut self) {
@@ -229,11 +257,40 @@ impl<'a> Trainer<'a> {
         outcome
     }
 
+    /// A step is an error that names the rank whose own gradient was abandoned or not finite.
+    fn is_refused(&self, step: u64) {
+        let error = self.handles[(step - self.resumed.0) as usize].outcome().unwrap_err();
+        let rank = error.rank().unwrap();
+        let as_expected = match error.kind() {
+            ErrorKind::Abandoned => self.job.abandons_at(step, rank),
+            ErrorKind::NonFinite => self.setting.check_for_nan_in_grad && self.job.overflows_at(step, rank),
+            _ => false,
+        };
+        assert!(as_expected, "step {step}: {error}");
+    }
+
+    fn check_outcomes(&self) {
+        for step in self.resumed.0..self.steps() {
+            let names = self.setting.check_for_nan_in_grad && self.job.scaler.is_none();
+            let refused = names && !self.expected.verdicts[step as usize].updated;
+            if refused || self.job.is_spoiled(step) {
+                self.is_refused(step);
+            } else {
+                self.outcome(step);
+            }
+        }
+    }
+
+    /// Closes while outcomes are unknown and compares them then. There is no hash.
+    pub fn close_early(mut self) -> Finished {
+        self.engine.close().unwrap();
+        self.check_outcomes();
+        Finished { counters: self.engine.counters(), hash: 0 }
+    }
+
     /// Compares everything with the reference and closes.
     pub fn finish(mut self) -> Finished {
-        for step in self.resumed.0..self.steps() {
-            self.outcome(step);
-        }
+        self.check_outcomes();
         for param in self.net().params() {
             self.outside(param.id);
         }
