@@ -37,6 +37,8 @@ impl Patience {
             if now >= *until.get_or_insert(now + QUICK_NS) {
                 return None;
             }
+            // Whoever is to answer may be waiting for this very core.
+            std::thread::yield_now();
         }
     }
 
