@@ -8,7 +8,7 @@
 //! `(260 + n / 4096) * 2^-53` for n elements: 3e-12 at worst for a hundred million, 1e-14 in practice.
 //!
 //! Powers other than 1, 2 and the maximum go through [`libm::pow`], which is plain arithmetic: the same bits on every machine,
-//! one element after the other, some fifty times slower than the loops of the others.
+//! one element after the other, and much slower than the loops of the others.
 #![allow(clippy::inline_always)] // see `isa`
 
 use crate::isa::{self, Body, Isa};
