@@ -3,7 +3,8 @@
 //! Owns the [`Sequence`] and the requests that came early. Readiness, demand and credits decide *when* the next
 //! collective is issued, never *which*. The first reduce of a step first issues all pending gathers: it asks the pre-hook
 //! to let them go. Hears from buckets (reduce, gather) and the optimizer (small, verdict); answers each with the event
-//! behind what was issued; a reduce is over with the last of the sums that follow it. Its digest of the order goes to the supervisor every n steps (rule O2).
+//! behind what was issued; a reduce is over with the last of the sums that follow it. Its digest of the order goes to the
+//! supervisor every n steps (rule O2).
 
 use std::collections::VecDeque;
 
@@ -112,13 +113,13 @@ impl Communicator {
     /// Issues what is next for as long as it was asked for.
     fn advance(&mut self, actions: &mut Vec<Action>) {
         loop {
-            let (call, requests) = (self.sequence.call(), &self.gathers);
-            let asked =
-                |bucket: &BucketId, wanted: u64| requests[bucket.index()].as_ref().is_some_and(|r| r.0 == wanted);
-            let more = call.len() > 1;
-            if more && !call.iter().all(|bucket| asked(bucket, self.sequence.step() + 1)) {
+            let version = self.sequence.step() + 1;
+            let asked = |bucket: &BucketId| self.gathers[bucket.index()].as_ref().is_some_and(|r| r.0 == version);
+            // Requests mostly come in order, so the last one tells most.
+            if !self.sequence.begun_call().iter().rev().all(asked) {
                 return;
             }
+            let more = self.sequence.is_in_call();
             let taken = match self.sequence.next() {
                 Entry::Reduce { step, bucket } => take(&mut self.reduces[bucket.0 as usize], step),
                 // Behind its reduce on the same stream, and asked for with it.

@@ -9,18 +9,25 @@ use crate::plan::BucketId;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Copies {
     sets: Vec<Vec<BucketId>>,
+    /// By bucket, up to the last copy: its set.
+    set_of: Vec<Option<usize>>,
     /// By set: behind the reduces so far.
     reduced: Vec<After>,
 }
 
 impl Copies {
     pub(crate) fn new(sets: Vec<Vec<BucketId>>) -> Self {
-        Self { reduced: vec![After::new(); sets.len()], sets }
+        let mut set_of = Vec::new();
+        for (set, bucket) in sets.iter().enumerate().flat_map(|(set, buckets)| buckets.iter().map(move |b| (set, b))) {
+            set_of.resize(set_of.len().max(bucket.index() + 1), None);
+            set_of[bucket.index()] = Some(set);
+        }
+        Self { reduced: vec![After::new(); sets.len()], sets, set_of }
     }
 
     /// The set of a bucket, if it is a copy.
     pub(crate) fn set_of(&self, bucket: BucketId) -> Option<usize> {
-        self.sets.iter().position(|set| set.contains(&bucket))
+        self.set_of.get(bucket.index()).copied().flatten()
     }
 
     /// One more of a set's copies is reduced. With the last one: what the sum has to wait for, and of which buckets it is.

@@ -14,7 +14,7 @@ use gatherflow_kernels::{
 };
 use parking_lot::Mutex;
 
-use crate::action::{Action, ActorName, After, Edge, Letter, Machine, WrongTransition};
+use crate::action::{Action, ActorName, After, Edge, Letter, Machine, Op, WrongTransition};
 use crate::bucket::BucketMsg;
 use crate::control::{Control, ControlMsg};
 use crate::drill::{Drill, Fault};
@@ -109,11 +109,9 @@ impl Hands {
     }
 
     /// The stream on which an operation runs.
-    fn stream_of(&self, op: &crate::action::Op) -> StreamId {
+    fn stream_of(&self, op: &Op) -> StreamId {
         match op {
-            crate::action::Op::ZeroGradients { .. }
-            | crate::action::Op::ZeroBucket { .. }
-            | crate::action::Op::FindNonFinite { .. } => self.streams.reduce,
+            Op::ZeroGradients { .. } | Op::ZeroBucket { .. } | Op::FindNonFinite { .. } => self.streams.reduce,
             _ => self.streams.optimizer,
         }
     }

@@ -110,12 +110,19 @@ impl Sequence {
         Self { call_ends, ..self }
     }
 
-    /// The buckets whose gathers are issued in one call from here on; none where no gather is next.
-    pub fn call(&self) -> &[BucketId] {
+    /// The buckets of the call that begins with the next gather; none where none begins.
+    pub fn begun_call(&self) -> &[BucketId] {
         match self.phase {
-            Phase::Gathers(i) => &self.order[i as usize..self.call_ends[i as usize] as usize],
+            Phase::Gathers(i) if i == 0 || self.call_ends[i as usize - 1] == i => {
+                &self.order[i as usize..self.call_ends[i as usize] as usize]
+            }
             _ => &[],
         }
+    }
+
+    /// Whether the next collective has a later one in its call.
+    pub fn is_in_call(&self) -> bool {
+        matches!(self.phase, Phase::Gathers(i) if i + 1 < self.call_ends[i as usize])
     }
 
     /// What is next.
