@@ -28,6 +28,8 @@ use crate::supervisor::SupervisorMsg;
 /// Delivers messages to actors. Never blocks; a message to an actor that is gone is dropped.
 pub(crate) trait Post: Send + Sync + std::fmt::Debug {
     fn post(&self, letter: Letter);
+    /// One of them is being handled.
+    fn handled(&self) {}
 }
 
 /// The streams of one rank.

@@ -32,8 +32,9 @@ use crate::supervisor::{Deadlines, PeerView, Supervisor, SupervisorMsg, busy_pee
 #[derive(Debug, Default)]
 pub(crate) struct Directory {
     addresses: OnceLock<Addresses>,
-    /// Letters so far.
+    /// Letters so far, and how many of them were handled.
     posted: AtomicU64,
+    handled: AtomicU64,
     patience: Patience,
     /// When the actor thread last went to park.
     parked_ns: AtomicU64,
@@ -42,8 +43,8 @@ pub(crate) struct Directory {
 impl Directory {
     /// Called when the actor thread has nothing to do: an executor that is quick writes the next letter at once.
     fn linger(&self) {
-        let seen = self.posted.load(Ordering::Relaxed);
-        self.patience.look(|| (self.posted.load(Ordering::Relaxed) != seen).then_some(()));
+        let handled = self.handled.load(Ordering::Relaxed);
+        self.patience.look(|| (self.posted.load(Ordering::Relaxed) > handled).then_some(()));
         self.parked_ns.store(clock::now_ns(), Ordering::Relaxed);
     }
 
@@ -73,6 +74,10 @@ impl Post for Directory {
             Letter::Supervisor(message) => drop(to.supervisor.send_message(Watch::Said(message))),
         }
         self.posted.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn handled(&self) {
+        self.handled.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -109,6 +114,7 @@ impl<M: Machine> Actor for Shell<M> {
         message: M::Msg,
         state: &mut Running<M>,
     ) -> Result<(), ActorProcessingErr> {
+        state.post.handled();
         state.turn(message).map_err(|cause| Box::new(Failure::clone(&cause)) as ActorProcessingErr)
     }
 }
@@ -209,6 +215,9 @@ impl Actor for Watching {
         message: Watch,
         state: &mut WatchState,
     ) -> Result<(), ActorProcessingErr> {
+        if matches!(message, Watch::Said(_)) {
+            state.running.post.handled();
+        }
         let said = match message {
             Watch::Said(_) | Watch::Tick if state.running.hands.stopping.load(Ordering::SeqCst) => None,
             Watch::Said(said) => Some(said),
