@@ -15,6 +15,8 @@
 //! `GATHERFLOW_BENCH_BUCKETS` (default 8).
 #![allow(missing_docs)]
 
+#[path = "support/net.rs"]
+mod net;
 #[path = "support/rounds.rs"]
 mod rounds;
 #[path = "support/spin.rs"]
@@ -24,17 +26,12 @@ use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use gatherflow::{
-    ChunkId, Config, DType, Engine, Error, Link, Mode, Model, Overlap, ParamId, ParamOptions, Rank, Ranks, UnitId,
-    WriteMode, bf16,
-};
+use gatherflow::{Config, DType, Engine, Error, Link, Mode, Overlap, Rank, Ranks, WriteMode, bf16};
+use net::{NUMEL, Net};
 use rounds::{Rounds, setting};
 use spin::Spin;
 
 const RANKS: usize = 2;
-
-/// Elements of a bucket.
-const NUMEL: usize = 8 << 10;
 
 /// Compute of one unit in each direction and microbatch, in seconds.
 const COMPUTE: f64 = 0.1e-3;
@@ -45,50 +42,28 @@ const COLLECTIVE: f64 = 0.4e-3;
 /// Microbatches, and steps that are measured at once.
 const SIZES: [(usize, usize); 2] = [(1, 100), (64, 4)];
 
-struct Net {
-    chunk: ChunkId,
-    units: Vec<(UnitId, ParamId)>,
-    spin: Spin,
-}
-
-impl Net {
-    fn start(rank: Rank, config: Config, buckets: usize, spin: Spin) -> Result<(Engine, Self), Error> {
-        let mut model = Model::new();
-        let chunk = model.chunk();
-        let mut units = Vec::new();
-        let options = ParamOptions { grad_dtype: Some(DType::Bf16), ..ParamOptions::default() };
-        for i in 0..buckets {
-            let unit = model.unit(chunk, format!("unit {i}"))?;
-            let param = model.param_with(unit, format!("p{i}"), &[NUMEL], DType::Bf16, options.clone())?;
-            units.push((unit, param));
+fn step(net: &Net, engine: &mut Engine, microbatches: usize) -> Result<(), Error> {
+    for microbatch in 0..microbatches {
+        let pass = engine.pass(net.chunk, microbatch, microbatch + 1 == microbatches, Mode::Train)?;
+        for (unit, param) in &net.units {
+            let entered = pass.enter(*unit)?;
+            black_box(entered.read::<bf16>(*param)?[0]);
+            net.spin.run();
         }
-        let engine = Engine::new(rank, model, config, |_, memory| memory.fill_with(|_| 0.5))?;
-        Ok((engine, Self { chunk, units, spin }))
-    }
-
-    fn step(&self, engine: &mut Engine, microbatches: usize) -> Result<(), Error> {
-        for microbatch in 0..microbatches {
-            let pass = engine.pass(self.chunk, microbatch, microbatch + 1 == microbatches, Mode::Train)?;
-            for (unit, param) in &self.units {
-                let entered = pass.enter(*unit)?;
-                black_box(entered.read::<bf16>(*param)?[0]);
-                self.spin.run();
+        for (unit, param) in net.units.iter().rev() {
+            let back = pass.backward(*unit)?;
+            net.spin.run();
+            let mut gradient = back.grad::<bf16>(*param)?;
+            if gradient.mode() == WriteMode::Overwrite {
+                gradient.fill(bf16::from_f32(1e-3));
+            } else {
+                gradient[0] += bf16::from_f32(1e-3);
             }
-            for (unit, param) in self.units.iter().rev() {
-                let back = pass.backward(*unit)?;
-                self.spin.run();
-                let mut gradient = back.grad::<bf16>(*param)?;
-                if gradient.mode() == WriteMode::Overwrite {
-                    gradient.fill(bf16::from_f32(1e-3));
-                } else {
-                    gradient[0] += bf16::from_f32(1e-3);
-                }
-                gradient.complete();
-                back.leave()?;
-            }
+            gradient.complete();
+            back.leave()?;
         }
-        engine.step().map(drop)
     }
+    engine.step().map(drop)
 }
 
 fn main() {
@@ -140,12 +115,12 @@ fn run(
     let barrier = Barrier::new(RANKS);
     let rank_main = |rank: Rank| -> Result<f64, Error> {
         let (mut engine, net) = Net::start(rank, config.clone(), buckets, spin)?;
-        net.step(&mut engine, microbatches)?; // its forward has nothing to gather
+        step(&net, &mut engine, microbatches)?; // its forward has nothing to gather
         engine.ensure_params_ready()?;
         barrier.wait();
         let from = Instant::now();
         for _ in 0..steps {
-            net.step(&mut engine, microbatches)?;
+            step(&net, &mut engine, microbatches)?;
         }
         engine.ensure_params_ready()?;
         let time = from.elapsed().as_secs_f64();

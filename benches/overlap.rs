@@ -21,6 +21,8 @@
 //! 5), `GATHERFLOW_BENCH_STEPS` (steps per mode and round, default 3), `GATHERFLOW_BENCH_BUCKETS` (default 24).
 #![allow(missing_docs)]
 
+#[path = "support/net.rs"]
+mod net;
 #[path = "support/rounds.rs"]
 mod rounds;
 #[path = "support/spin.rs"]
@@ -30,17 +32,12 @@ use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use gatherflow::{
-    ChunkId, Config, Credits, DType, Engine, Error, Link, Mode, Model, Overlap, ParamId, ParamOptions, Rank, Ranks,
-    UnitId, bf16,
-};
+use gatherflow::{Config, Credits, DType, Engine, Error, Link, Mode, Overlap, Rank, Ranks, bf16};
+use net::{NUMEL, Net};
 use rounds::{Rounds, setting};
 use spin::Spin;
 
 const RANKS: usize = 2;
-
-/// Elements of a bucket: few, so that the work of the runtime itself, which two busy cores cannot hide, is small beside 5 ms.
-const NUMEL: usize = 8 << 10;
 
 /// Compute of one unit in each direction, and link time of one collective, in seconds.
 const TIME: f64 = 5e-3;
@@ -54,46 +51,24 @@ const MODES: [(&str, Overlap, Option<Credits>); 5] = [
     ("window-unlimited", Overlap::Window, Some(Credits::Unlimited)),
 ];
 
-struct Net {
-    chunk: ChunkId,
-    units: Vec<(UnitId, ParamId)>,
-    spin: Spin,
-}
-
-impl Net {
-    fn start(rank: Rank, config: Config, buckets: usize, spin: Spin) -> Result<(Engine, Self), Error> {
-        let mut model = Model::new();
-        let chunk = model.chunk();
-        let mut units = Vec::new();
-        let options = ParamOptions { grad_dtype: Some(DType::Bf16), ..ParamOptions::default() };
-        for i in 0..buckets {
-            let unit = model.unit(chunk, format!("unit {i}"))?;
-            let param = model.param_with(unit, format!("p{i}"), &[NUMEL], DType::Bf16, options.clone())?;
-            units.push((unit, param));
+fn step(net: &Net, engine: &mut Engine) -> Result<(), Error> {
+    {
+        let pass = engine.pass(net.chunk, 0, true, Mode::Train)?;
+        for (unit, param) in &net.units {
+            let entered = pass.enter(*unit)?;
+            black_box(entered.read::<bf16>(*param)?[0]);
+            net.spin.run();
         }
-        let engine = Engine::new(rank, model, config, |_, memory| memory.fill_with(|_| 0.5))?;
-        Ok((engine, Self { chunk, units, spin }))
-    }
-
-    fn step(&self, engine: &mut Engine) -> Result<(), Error> {
-        {
-            let pass = engine.pass(self.chunk, 0, true, Mode::Train)?;
-            for (unit, param) in &self.units {
-                let entered = pass.enter(*unit)?;
-                black_box(entered.read::<bf16>(*param)?[0]);
-                self.spin.run();
-            }
-            for (unit, param) in self.units.iter().rev() {
-                let back = pass.backward(*unit)?;
-                self.spin.run();
-                let mut gradient = back.grad::<bf16>(*param)?;
-                gradient.fill(bf16::from_f32(1e-3));
-                gradient.complete();
-                back.leave()?;
-            }
+        for (unit, param) in net.units.iter().rev() {
+            let back = pass.backward(*unit)?;
+            net.spin.run();
+            let mut gradient = back.grad::<bf16>(*param)?;
+            gradient.fill(bf16::from_f32(1e-3));
+            gradient.complete();
+            back.leave()?;
         }
-        engine.step()?.outcome().map(drop)
     }
+    engine.step()?.outcome().map(drop)
 }
 
 /// What one rank saw of some steps of one mode.
@@ -165,10 +140,10 @@ fn run(
     let barrier = Barrier::new(RANKS);
     let rank_main = |rank: Rank| -> Result<Seen, Error> {
         let (mut engine, net) = Net::start(rank, config.clone(), buckets, spin)?;
-        net.step(&mut engine)?; // its forward has nothing to gather
+        step(&net, &mut engine)?; // its forward has nothing to gather
         barrier.wait();
         for _ in 0..=steps {
-            net.step(&mut engine)?;
+            step(&net, &mut engine)?;
         }
         // The first of them began before the barrier, the last one is not over before the next `step`.
         let times = engine.times()[1..=steps].to_vec();
