@@ -4,8 +4,8 @@ pub(crate) use gatherflow_actors::busy::{Busy, WARNING as BUSY_WARNING};
 pub(crate) use gatherflow_actors::control::Line;
 pub(crate) use gatherflow_actors::drill::Drill;
 pub(crate) use gatherflow_actors::plan::{
-    Across, Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamPlan, ParamSpec, Plan, PlanError, PlanInput,
-    Range, Rank as PlanRank, ShardGroupSpec, Storage, SumOver, UnitId, UnitSpec,
+    Across, Alignment, BucketId, Bucketing, ChunkSpec, ParamId, ParamPlan, ParamSpec, Pipeline, Plan, PlanError,
+    PlanInput, Range, Rank as PlanRank, ShardGroupSpec, Storage, SumOver, UnitId, UnitSpec,
 };
 pub(crate) use gatherflow_actors::session::Resumed;
 pub(crate) use gatherflow_actors::{

@@ -17,7 +17,9 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::actors::{Average, Busy, Element, Fnv};
-use crate::actors::{Counters, HostVerdict, ParamId, Plan, PlanRank, Session, Spoiled, StepRequest, StepTimes, UnitId};
+use crate::actors::{
+    Counters, HostVerdict, ParamId, Pipeline, Plan, PlanRank, Session, Spoiled, StepRequest, StepTimes, UnitId,
+};
 use crate::config::{Config, ScalerKind, Unused};
 use crate::error::Error;
 use crate::gradients::Refused;
@@ -93,6 +95,12 @@ impl Engine {
     /// This rank's number among those that share its copy of the model, and how many they are (`model_parallel`).
     pub fn model_parallel(&self) -> (usize, usize) {
         (self.plan().model_parallel_rank(PlanRank(self.rank())), self.plan().model_parallel())
+    }
+
+    /// This rank's pipeline stage, and how many there are (`pipeline_parallel`).
+    pub fn pipeline_parallel(&self) -> (usize, usize) {
+        let Pipeline { stage, stages } = self.plan().pipeline();
+        (stage, stages)
     }
 
     /// This rank's number among those that train the same part of the model on other data, and how many they are.

@@ -9,7 +9,7 @@ mod error;
 use std::collections::{HashMap, HashSet};
 
 use crate::actors::{
-    Across, ChunkSpec, DType, ParamId, ParamSpec, Plan, PlanInput, ShardGroupSpec, SumOver, UnitId, UnitSpec,
+    Across, ChunkSpec, DType, ParamId, ParamSpec, Pipeline, Plan, PlanInput, ShardGroupSpec, SumOver, UnitId, UnitSpec,
 };
 use crate::config::{Config, ConfigError};
 use crate::error::Error;
@@ -84,11 +84,13 @@ pub struct ParamOptions {
     pub trainable: bool,
     /// Element type of its gradient; `None` takes the configuration's `grad_dtype`.
     pub grad_dtype: Option<DType>,
-    /// Each model-parallel rank holds another part of it, so each counts in the norm. Every other parameter is the same on all
-    /// of them and must get the same gradient there, or parts of one ([`ParamOptions::sum_over`]). Without model-parallel ranks it changes nothing.
+    /// Each model-parallel rank of a pipeline stage holds another part of it, so each counts in the norm. Every other parameter is
+    /// the same on all of them and must get the same gradient there, or parts of one ([`ParamOptions::sum_over`]). Without
+    /// model-parallel ranks it changes nothing.
     pub tensor_parallel: bool,
-    /// Copies of one weight, on several chunks say, carry the same name here and are alike in all else. Trained copies start
-    /// from the values of the first one, each gets the sum of their gradients, and so they stay equal; the norm counts the first.
+    /// Copies of one weight, on several chunks or pipeline stages, carry the same name here and are alike in all else. Trained
+    /// copies start from the values of the first one, each gets the sum of their gradients, and so they stay equal; the norm counts
+    /// the first. Over stages that sum waits for the reduces of all of them.
     /// A weight that several units can read from one place is better registered once and used with [`Model::use_param`].
     pub shared: Option<String>,
     /// Over which ranks its gradient is summed, beyond the average: a norm under sequence parallelism, of which each
@@ -332,22 +334,31 @@ impl Model {
         self.by_name.get(name).copied()
     }
 
-    /// The plan of this model for so many ranks.
+    /// The plan of this model for so many ranks. Where there are several pipeline stages it is that of the first.
     ///
     /// # Errors
     /// An [`Error`] that names what the configuration or the plan refuses.
     pub fn plan(&self, ranks: usize, config: &Config) -> Result<Plan, Error> {
+        self.plan_stage(0, ranks, config)
+    }
+
+    /// The plan of this model as the chunks of a pipeline stage. What it has in common with other stages it learns from their
+    /// ranks, when an engine starts.
+    ///
+    /// # Errors
+    /// As [`Model::plan`], and a stage that there is not.
+    pub fn plan_stage(&self, stage: usize, ranks: usize, config: &Config) -> Result<Plan, Error> {
         let own = |p: &ParamInfo| p.options.grad_dtype.is_some() || !p.options.trainable;
         if config.is_explicit("grad_dtype") && self.params.iter().all(own) {
             let reason = "every trainable parameter names a gradient dtype of its own".to_owned();
             return Err(ConfigError::Dead { key: "grad_dtype", reason }.into());
         }
         config.validate_for(ranks, self.f16_params(config))?;
-        let plan = Plan::new(&self.plan_input(ranks, config)).map_err(ModelError::from)?;
+        let plan = Plan::new(&self.plan_input(stage, ranks, config)).map_err(ModelError::from)?;
         Ok(plan.with_gather_calls(config.gather_group_bytes))
     }
 
-    fn plan_input(&self, ranks: usize, config: &Config) -> PlanInput {
+    fn plan_input(&self, stage: usize, ranks: usize, config: &Config) -> PlanInput {
         let mut chunks = vec![ChunkSpec::default(); self.chunks as usize];
         for unit in &self.units {
             chunks[unit.chunk.0 as usize].units.push(UnitSpec { name: unit.name.clone(), params: unit.params.clone() });
@@ -375,6 +386,7 @@ impl Model {
         PlanInput {
             ranks,
             model_parallel: config.model_parallel,
+            pipeline: Pipeline { stage, stages: config.pipeline_parallel },
             shard_groups: self.shard_groups.iter().map(shard_group).collect(),
             chunks,
             params: params.collect(),

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 
-use crate::actors::{ParamId, Spoiled, StepOutcome};
+use crate::actors::{ParamId, PlanRank, Spoiled, StepOutcome};
 use crate::error::{Error, ErrorKind};
 use crate::shared::Shared;
 
@@ -74,8 +74,9 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
     let report = &outcome.report;
     let error = |kind, rank: usize, param: Option<u32>, message: &str| {
         let error = Error::new(kind, message).on_rank(rank).at_step(step);
-        match param.and_then(|p| shared.model.params().get(ParamId(p).index())) {
-            Some(info) => error.of_parameter(&*info.name),
+        let plan = shared.session.plan().on(PlanRank(rank));
+        match param.and_then(|p| plan.params().get(ParamId(p).index())) {
+            Some(param) => error.of_parameter(&*param.name),
             None => error,
         }
     };
@@ -96,7 +97,7 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
             Spoiled::NonFinite { param } => {
                 let message = "its gradient on this rank was not finite before it was reduced (check_for_nan_in_grad); every rank skipped the step";
                 let error = error(ErrorKind::NonFinite, rank, Some(param), message);
-                match shared.session.plan().bucket_of(ParamId(param)) {
+                match shared.session.plan().on(PlanRank(rank)).bucket_of(ParamId(param)) {
                     Some(bucket) => error.in_bucket(bucket.0),
                     None => error,
                 }

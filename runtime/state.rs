@@ -175,7 +175,7 @@ impl Part {
 
 /// Every trained parameter of a job, without any elements: what each rank's part lists.
 pub(crate) fn tensors(plan: &Plan) -> impl Iterator<Item = TensorState> + '_ {
-    plan.params().iter().filter(|param| param.trainable && param.first_copy).flat_map(|param| {
+    plan.distinct_params().filter(|(_, param)| param.trainable).flat_map(|(plan, param)| {
         Part::all(plan, param).into_iter().map(|part| TensorState {
             name: param.name.clone(),
             shape: param.shape.clone(),

@@ -27,7 +27,8 @@ pub enum Edge {
     /// Norm partials after the reduce, the small all-gather after all partials, the verdict after it, and what the executor
     /// reads of the verdict after that.
     E2,
-    /// A sum over the copies of a weight after the reduces of all of them (SPEC T0).
+    /// A sum over the copies of a weight after the reduces of all of them, over stages after the sum within each, and what reads it
+    /// after that (SPEC T0).
     T0,
     /// Adam after the last read of the version it overwrites.
     E3,
@@ -67,8 +68,13 @@ pub enum Op {
         /// The bucket whose reduce comes next.
         bucket: BucketId,
     },
-    /// The sum of this rank's reduced shards of all copies of a weight, in each of them.
+    /// The sum of this rank's reduced shards of all its copies of a weight, in the first of them.
     SumCopies {
+        /// An index into [`Plan::copies`](crate::plan::Plan::copies).
+        set: usize,
+    },
+    /// That sum in the others too.
+    SpreadCopies {
         /// An index into [`Plan::copies`](crate::plan::Plan::copies).
         set: usize,
     },

@@ -30,6 +30,15 @@ pub enum CommunicatorMsg {
         /// Start behind these.
         after: After,
     },
+    /// Optimizer: its copies of a weight that other pipeline stages have too are reduced and summed.
+    StagedSum {
+        /// The step.
+        step: u64,
+        /// The number of the weight.
+        weight: u32,
+        /// Start behind these.
+        after: After,
+    },
     /// Optimizer: this rank's record is enqueued.
     Small {
         /// The step.
@@ -72,6 +81,8 @@ pub struct Communicator {
     /// Early requests, by bucket.
     reduces: Vec<Option<(u64, After)>>,
     gathers: Vec<Option<(u64, After)>>,
+    /// By weight; the few that were asked for early.
+    staged: Vec<(u64, u32, After)>,
     small: Option<(u64, After)>,
     drained: u64,
     compare_every: u64,
@@ -88,6 +99,7 @@ impl Communicator {
             sequence,
             reduces: vec![None; buckets],
             gathers: vec![None; buckets],
+            staged: Vec::new(),
             small: None,
             drained: 0,
             compare_every,
@@ -124,6 +136,10 @@ impl Communicator {
                 Entry::Reduce { step, bucket } => take(&mut self.reduces[bucket.0 as usize], step),
                 // Behind its reduce on the same stream, and asked for with it.
                 Entry::Sum { .. } => Some(After::new()),
+                Entry::StagedSum { step, weight } => {
+                    let asked = self.staged.iter().position(|early| (early.0, early.1) == (step, weight));
+                    asked.map(|early| self.staged.swap_remove(early).2)
+                }
                 Entry::Small { step } => take(&mut self.small, step),
                 Entry::Gather { version, bucket } => take(&mut self.gathers[bucket.0 as usize], version),
                 Entry::AwaitVerdict { .. } => None,
@@ -172,6 +188,9 @@ fn answer(key: CollectiveKey, event: Event, actions: &mut Vec<Action>) {
             Letter::Bucket(bucket, BucketMsg::ReduceIssued { step: key.version, event })
         }
         CollectiveKind::Gather => Letter::Bucket(bucket, BucketMsg::GatherIssued { version: key.version, event }),
+        CollectiveKind::StagedSum => {
+            Letter::Optimizer(OptimizerMsg::StagedSummed { step: key.version, weight: key.bucket, event })
+        }
         _ => Letter::Optimizer(OptimizerMsg::SmallIssued { step: key.version, event }),
     }));
 }
@@ -190,6 +209,11 @@ impl Machine for Communicator {
             {
                 self.reduces[bucket.0 as usize] = Some((step, after));
                 self.drain_before(step, actions);
+            }
+            CommunicatorMsg::StagedSum { step, weight, after }
+                if step >= self.sequence.step() && !self.staged.iter().any(|early| early.1 == weight) =>
+            {
+                self.staged.push((step, weight, after));
             }
             CommunicatorMsg::Small { step, after } if step >= self.sequence.step() && self.small.is_none() => {
                 self.small = Some((step, after));

@@ -13,6 +13,7 @@ use gatherflow_kernels::{
 use parking_lot::{Condvar, Mutex};
 
 use crate::busy::{Busy, Spell};
+use crate::plan::Plan;
 
 /// What ranks tell each other.
 #[derive(Clone, Debug)]
@@ -150,10 +151,18 @@ impl std::fmt::Display for Line {
     }
 }
 
+/// What a rank brings to a meeting.
+#[derive(Debug, Default)]
+struct Brought {
+    lines: Agreement,
+    /// What it has planned, where others want to see that.
+    plan: Option<Arc<Plan>>,
+}
+
 #[derive(Debug, Default)]
 struct Meeting {
     /// By round, then rank: what was brought.
-    rounds: Vec<Vec<Option<Arc<Agreement>>>>,
+    rounds: Vec<Vec<Option<Arc<Brought>>>>,
     /// By rank: the rounds that it has come to.
     came: Vec<usize>,
 }
@@ -164,13 +173,13 @@ impl Meeting {
     }
 
     /// What this rank brings to its next round, and which one that is.
-    fn bring(&mut self, rank: usize, lines: Agreement) -> usize {
+    fn bring(&mut self, rank: usize, brought: Brought) -> usize {
         let round = self.came[rank];
         self.came[rank] += 1;
         if round == self.rounds.len() {
             self.rounds.push(vec![None; self.came.len()]);
         }
-        self.rounds[round][rank] = Some(Arc::new(lines));
+        self.rounds[round][rank] = Some(Arc::new(brought));
         // Whoever comes to a round has left the one before, to which all had come: nobody looks at those before that.
         if let Some(over) = round.checked_sub(2) {
             self.rounds[over] = Vec::new();
@@ -371,13 +380,29 @@ impl Control {
     /// On every rank alike: the first line in which two ranks differ, a rank that left, or one that did not come within
     /// the limit.
     pub fn meet(&self, agreement: Agreement, limit: Duration) -> Result<(), Cause> {
+        self.meet_with(Brought { lines: agreement, plan: None }, limit).map(drop)
+    }
+
+    /// Start-up of a job of several pipeline stages, before [`Control::meet`]: every rank shows its plan and sees all others', by
+    /// rank. Those who do not come to show a plan bring another division line.
+    ///
+    /// # Errors
+    /// As [`Control::meet`].
+    pub fn show(&self, division: Line, plan: &Arc<Plan>, limit: Duration) -> Result<Vec<Arc<Plan>>, Cause> {
+        let brought = Brought { lines: vec![division], plan: Some(plan.clone()) };
+        let shown = self.meet_with(brought, limit)?;
+        Ok(shown.iter().filter_map(|brought| brought.plan.clone()).collect())
+    }
+
+    fn meet_with(&self, brought: Brought, limit: Duration) -> Result<Vec<Arc<Brought>>, Cause> {
         let late = |rank: usize| {
             format!(
                 "rank {rank} did not start within {} s (deadline `start_up`); is its process or thread running?",
                 limit.as_secs_f64()
             )
         };
-        let Some(difference) = self.compare(agreement, limit, &late)? else { return Ok(()) };
+        let all = self.assemble(brought, limit, &late)?;
+        let Some(difference) = first_difference(&all) else { return Ok(all) };
         let message = format!(
             "ranks must agree before they start: {difference}; register the same model and use the same configuration on \
              every rank"
@@ -396,10 +421,20 @@ impl Control {
         limit: Duration,
         late: &dyn Fn(usize) -> String,
     ) -> Result<Option<String>, Cause> {
+        Ok(first_difference(&self.assemble(Brought { lines, plan: None }, limit, late)?))
+    }
+
+    /// Waits until every rank has come, and returns what they brought, by rank.
+    fn assemble(
+        &self,
+        brought: Brought,
+        limit: Duration,
+        late: &dyn Fn(usize) -> String,
+    ) -> Result<Vec<Arc<Brought>>, Cause> {
         let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let mut deadline = Instant::now() + limit;
         let mut meeting = self.hub.meeting.lock();
-        let round = meeting.bring(self.rank, lines);
+        let round = meeting.bring(self.rank, brought);
         self.hub.met.notify_all();
         loop {
             if let Some(cause) = self.failed() {
@@ -407,7 +442,7 @@ impl Control {
             }
             let brought = &meeting.rounds[round];
             let failure = match brought.iter().position(Option::is_none) {
-                None => return Ok(first_difference(brought)),
+                None => return Ok(brought.iter().flatten().cloned().collect()),
                 Some(rank) if self.hub.boards[rank].left.load(Ordering::SeqCst) => {
                     let message = format!("rank {rank} left before it came to where the others wait for it");
                     Failure::new(FailureKind::RankLost, rank, message)
@@ -431,16 +466,39 @@ impl Control {
 }
 
 /// Compares each rank's lines with those of the first rank that must have the same.
-fn first_difference(brought: &[Option<Arc<Agreement>>]) -> Option<String> {
-    let all: Vec<&Arc<Agreement>> = brought.iter().flatten().collect();
-    let most = all.iter().map(|lines| lines.len()).max().unwrap_or(0);
-    let places = (1..all.len()).flat_map(|rank| (0..most).map(move |line| (rank, line)));
-    places.into_iter().find_map(|(rank, line)| {
-        let mine = all[rank].get(line);
-        let first = mine.and_then(|mine| mine.among.ranks(all.len()).next()).unwrap_or(0);
-        let theirs = all[first].get(line);
-        let show = |line: Option<&Line>| line.map_or_else(|| "nothing".to_string(), ToString::to_string);
-        (mine != theirs).then(|| format!("rank {first} has {}, rank {rank} has {}", show(theirs), show(mine)))
+fn first_difference(brought: &[Arc<Brought>]) -> Option<String> {
+    (1..brought.len()).find_map(|rank| {
+        let most = brought[..=rank].iter().map(|brought| brought.lines.len()).max().unwrap_or(0);
+        (0..most).find_map(|at| difference_at(brought, rank, at))
+    })
+}
+
+/// How a rank's line at an index differs from what others have, or a line that another has there and must share with it.
+fn difference_at(brought: &[Arc<Brought>], rank: usize, at: usize) -> Option<String> {
+    let ranks = brought.len();
+    // Lines mostly come in the same order everywhere.
+    let same = |other: usize, what: &str| {
+        let lines = &brought[other].lines;
+        let found = lines.get(at).filter(|line| line.what == what);
+        found.or_else(|| lines.iter().find(|line| line.what == what))
+    };
+    let shown = |other: usize, line: Option<&Line>| {
+        let line = line.or_else(|| brought[other].lines.get(at).filter(|line| line.among.slot_of(rank).is_some()));
+        format!("rank {other} has {}", line.map_or_else(|| "nothing".to_string(), ToString::to_string))
+    };
+    let mine = brought[rank].lines.get(at);
+    if let Some(mine) = mine {
+        let first = mine.among.ranks(ranks).next().unwrap_or(0);
+        let theirs = same(first, &mine.what);
+        if theirs != Some(mine) {
+            return Some(format!("{}, rank {rank} has {mine}", shown(first, theirs)));
+        }
+    }
+    (0..rank).find_map(|first| {
+        let theirs = brought[first].lines.get(at)?;
+        let leads = theirs.among.ranks(ranks).next() == Some(first) && theirs.among.slot_of(rank).is_some();
+        let missing = leads && same(rank, &theirs.what).is_none();
+        missing.then(|| format!("rank {first} has {theirs}, {}", shown(rank, None)))
     })
 }
 

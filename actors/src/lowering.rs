@@ -15,7 +15,7 @@ use gatherflow_kernels::{
 
 use crate::action::Op;
 use crate::plan::{BucketId, Home, ParamId, Plan, Purpose, Rank, Storage};
-use crate::sequence::WireBucket;
+use crate::sequence::{WireBucket, WireStaged};
 
 /// The memory of one bucket on this rank.
 #[derive(Clone, Debug)]
@@ -56,7 +56,7 @@ pub struct BucketMemory {
 #[derive(Debug)]
 pub struct Lowering {
     plan: Arc<Plan>,
-    /// By division: this rank's part of it.
+    /// By kind of division: this rank's part of it.
     members: Vec<Members>,
     buckets: Vec<BucketMemory>,
     params: Vec<BufRange>,
@@ -161,7 +161,7 @@ impl Lowering {
         }
         Ok(Self {
             plan: plan.clone(),
-            members: (0..plan.divisions()).map(|division| plan.members(Rank(rank), division)).collect(),
+            members: plan.divisions(Rank(rank)),
             buckets,
             params,
             grads,
@@ -249,12 +249,12 @@ impl Lowering {
             Op::SumCopies { set } => {
                 let mut shards = self.plan.copies()[*set].iter().map(|bucket| self.bucket(*bucket).reduced);
                 let Some(sum) = shards.next() else { return };
-                for part in shards.clone() {
-                    push(Work::Add(Add { part, sum }));
-                }
-                for dst in shards {
-                    push(Work::Copy(Copy { src: sum, dst }));
-                }
+                shards.for_each(|part| push(Work::Add(Add { part, sum })));
+            }
+            Op::SpreadCopies { set } => {
+                let mut shards = self.plan.copies()[*set].iter().map(|bucket| self.bucket(*bucket).reduced);
+                let Some(src) = shards.next() else { return };
+                shards.for_each(|dst| push(Work::Copy(Copy { src, dst })));
             }
             Op::NormPartials { bucket } => {
                 let memory = self.bucket(*bucket);
@@ -303,6 +303,9 @@ impl Lowering {
                 CollectiveOp::ReduceScatter { send: memory.grads, dtype: memory.grad_dtype, recv: memory.reduced }
             }
             CollectiveKind::Sum => CollectiveOp::AllReduce { range: self.bucket(BucketId(key.bucket)).reduced },
+            CollectiveKind::StagedSum if let Some(bucket) = self.staged_bucket(key.bucket) => {
+                CollectiveOp::AllReduce { range: self.bucket(bucket).reduced }
+            }
             CollectiveKind::Gather => {
                 let memory = self.bucket(BucketId(key.bucket));
                 CollectiveOp::AllGather { send: memory.send, recv: memory.landing }
@@ -314,7 +317,22 @@ impl Lowering {
 
     /// The ranks of this rank's own part of a division.
     pub fn members(&self, division: u32) -> &Members {
-        &self.members[division as usize]
+        &self.members[self.plan.kind(division)]
+    }
+
+    /// The bucket of this rank's first copy of a weight that other pipeline stages have too.
+    fn staged_bucket(&self, weight: u32) -> Option<BucketId> {
+        self.plan.staged_here().find(|(number, _)| *number == weight as usize).map(|(_, bucket)| bucket)
+    }
+
+    /// What ranks compare of the sums over pipeline stages, by weight.
+    pub fn staged_wire(&self) -> Vec<WireStaged> {
+        let wire = |(weight, bucket): (usize, BucketId)| WireStaged {
+            weight: weight as u32,
+            shard_bytes: self.bucket(bucket).reduced.bytes() as u64,
+            group: self.plan.staged_group(weight),
+        };
+        self.plan.staged_here().map(wire).collect()
     }
 
     /// What belongs to a collective and follows it on its stream: a gather that landed in gradient memory is copied out to the

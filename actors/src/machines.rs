@@ -4,10 +4,11 @@ use gatherflow_kernels::Event;
 
 use crate::bucket::Bucket;
 use crate::communicator::Communicator;
+use crate::copies::CopySet;
 use crate::drill::Drill;
 use crate::lowering::Lowering;
 use crate::optimizer::Optimizer;
-use crate::plan::Plan;
+use crate::plan::{BucketId, Plan, Rank};
 use crate::prehook::PreHook;
 use crate::sequence::Sequence;
 use crate::session::SessionConfig;
@@ -40,8 +41,9 @@ impl Machines {
         if let Some((first, second)) = config.drill.as_ref().and_then(Drill::swapped) {
             issued.swap(first, second);
         }
-        let sequence =
-            Sequence::new(issued, wire, lowering.small_bytes(), first_seq).in_calls(plan.call_ends().to_vec());
+        let sequence = Sequence::new(issued, wire, lowering.small_bytes(), first_seq)
+            .staged(lowering.staged_wire(), plan.numbers())
+            .in_calls(plan.call_ends().to_vec());
         let bucket = |b: &crate::plan::BucketPlan| {
             Bucket::new(b.id, b.params.len() as u32, config.overlap_grad_reduce, started.clone())
                 .stored(plan.storage())
@@ -54,9 +56,17 @@ impl Machines {
                 .in_calls(plan.call_ends().to_vec()),
             optimizer: Optimizer::new(config.groups.clone(), order.to_vec())
                 .deciding(config.skip)
-                .summing(plan.copies().to_vec()),
+                .summing(copy_sets(plan)),
             communicator: Communicator::new(sequence, order.len(), config.check_order_every),
-            supervisor: Supervisor::new(rank, plan.ranks()),
+            supervisor: Supervisor::new(rank, plan.ranks()).alike(plan.stage_members(Rank(rank))),
         }
     }
+}
+
+/// This rank's copies of each weight, and which weights other stages have too.
+fn copy_sets(plan: &Plan) -> Vec<CopySet> {
+    let staged =
+        |first: &BucketId| plan.staged_here().find(|(_, bucket)| bucket == first).map(|(weight, _)| weight as u32);
+    let set = |buckets: &Vec<BucketId>| CopySet { buckets: buckets.clone(), staged: buckets.first().and_then(staged) };
+    plan.copies().iter().map(set).collect()
 }

@@ -3,6 +3,7 @@
 //! Owns the groups' hyperparameters and their step counts t. Hears from the executor (step), the buckets (shard reduced),
 //! the communicator (the small all-gather is issued) and the device (verdict). Enqueues, in this order: norm partials
 //! behind each reduce (edge E2), for copies of a weight behind their sum, and that behind the last of their reduces (edge T0);
+//! where other pipeline stages have copies too, the communicator sums over those in between;
 //! the fold behind all partials, the verdict behind the small all-gather, and Adam of every bucket behind the last reads of the
 //! version it overwrites (edge E3). The verdict moves the loss scale, so it comes behind the executor's read of that (edge E7).
 //!
@@ -20,10 +21,10 @@ use gatherflow_kernels::Event;
 use gatherflow_kernels::adam::{AdamRow, AdamRows};
 use gatherflow_kernels::verdict::{HostVerdict, StepReport};
 
-use crate::action::{Action, Edge, Letter, Machine, Op, Publication, StepOutcome, WrongTransition};
+use crate::action::{Action, After, Edge, Letter, Machine, Op, Publication, StepOutcome, WrongTransition};
 use crate::bucket::BucketMsg;
 use crate::communicator::CommunicatorMsg;
-use crate::copies::Copies;
+use crate::copies::{Copies, CopySet};
 use crate::plan::{BucketId, ParamId};
 use crate::prehook::PreHookMsg;
 
@@ -127,8 +128,24 @@ pub enum OptimizerMsg {
         /// Behind the bucket's last gather, which reads the shard that Adam overwrites.
         gathered: Event,
     },
-    /// Own feedback: norm partials, or a sum before them, were enqueued.
+    /// Own feedback: norm partials were enqueued.
     PartialsEnqueued,
+    /// Own feedback: the sum of this rank's copies of a weight was enqueued.
+    CopiesSummed {
+        /// Which set of copies.
+        set: usize,
+        /// Behind it.
+        event: Event,
+    },
+    /// Communicator: the sum of a weight over pipeline stages was issued.
+    StagedSummed {
+        /// The step.
+        step: u64,
+        /// The number of the weight.
+        weight: u32,
+        /// Behind it.
+        event: Event,
+    },
     /// Own feedback: the fold was enqueued.
     Folded {
         /// Behind it.
@@ -229,9 +246,9 @@ impl Optimizer {
         Self { skip, ..self }
     }
 
-    /// The same, which sums the reduced shards of each of these sets of buckets.
+    /// The same, which sums the reduced shards of each of these sets of copies.
     #[must_use]
-    pub fn summing(self, copies: Vec<Vec<BucketId>>) -> Self {
+    pub fn summing(self, copies: Vec<CopySet>) -> Self {
         Self { copies: Copies::new(copies), ..self }
     }
 
@@ -278,22 +295,47 @@ impl Optimizer {
         self.fold_if_complete(actions);
     }
 
-    /// Norm partials of a reduced shard; of copies once they are summed, behind the sum on the same stream.
+    /// Norm partials of a reduced shard; of copies once they are summed.
     fn measure(&mut self, bucket: BucketId, event: Event, actions: &mut Vec<Action>) {
         let Some(set) = self.copies.set_of(bucket) else {
             actions.push(Action::Enqueue { op: Op::NormPartials { bucket }, after: vec![(Edge::E2, event)] });
             return;
         };
-        if let Some((after, buckets)) = self.copies.reduced(set, event) {
-            actions.push(Action::Enqueue { op: Op::SumCopies { set }, after });
-            let partials = |bucket: &BucketId| Op::NormPartials { bucket: *bucket };
-            actions.extend(buckets.iter().map(partials).map(|op| Action::Enqueue { op, after: Vec::new() }));
+        let Some(after) = self.copies.reduced(set, event) else { return };
+        match self.copies.set(set) {
+            // What one copy comes to is the sum over stages.
+            Some(CopySet { buckets, staged: Some(weight) }) if buckets.len() == 1 => {
+                let request = CommunicatorMsg::StagedSum { step: self.step, weight: *weight, after };
+                actions.push(Action::Send(Letter::Communicator(request)));
+            }
+            _ => actions.push(Action::Enqueue { op: Op::SumCopies { set }, after }),
         }
+    }
+
+    /// The sum of this rank's copies goes to the other stages, or to the copies.
+    fn summed_here(&mut self, set: usize, event: Event, actions: &mut Vec<Action>) {
+        match self.copies.set(set).and_then(|set| set.staged) {
+            Some(weight) => {
+                let after = vec![(Edge::T0, event)];
+                let request = CommunicatorMsg::StagedSum { step: self.step, weight, after };
+                actions.push(Action::Send(Letter::Communicator(request)));
+            }
+            None => self.spread(set, After::new(), actions),
+        }
+    }
+
+    /// A sum to all copies, and norm partials of each behind that on the same stream.
+    fn spread(&mut self, set: usize, after: After, actions: &mut Vec<Action>) {
+        self.copies.summed();
+        let Some(CopySet { buckets, .. }) = self.copies.set(set) else { return };
+        actions.push(Action::Enqueue { op: Op::SpreadCopies { set }, after });
+        let partials = |bucket: &BucketId| Op::NormPartials { bucket: *bucket };
+        actions.extend(buckets.iter().map(partials).map(|op| Action::Enqueue { op, after: Vec::new() }));
     }
 
     /// Once every shard is reduced and `step` was called: this rank's record, for the small all-gather.
     fn fold_if_complete(&mut self, actions: &mut Vec<Action>) {
-        if self.reduced < self.order.len() {
+        if self.reduced < self.order.len() || self.copies.is_open() || self.phase != Phase::Reducing {
             return;
         }
         let Some(start) = &self.start else { return };
@@ -381,6 +423,7 @@ impl Optimizer {
         self.step += 1;
         self.phase = Phase::Reducing;
         self.reduced = 0;
+        self.copies.begin();
         if let Some(next) = self.next.pop_front() {
             self.begin(next, actions);
         }
@@ -410,6 +453,17 @@ impl Machine for Optimizer {
                 self.fold_if_complete(actions);
             }
             (OptimizerMsg::PartialsEnqueued, Phase::Reducing | Phase::Exchanging) => {}
+            (OptimizerMsg::CopiesSummed { set, event }, Phase::Reducing) => {
+                self.summed_here(set, event, actions);
+                self.fold_if_complete(actions);
+            }
+            (OptimizerMsg::StagedSummed { step, weight, event }, Phase::Reducing) if step == self.step => {
+                let Some(set) = self.copies.of_weight(weight).filter(|_| self.copies.is_open()) else {
+                    return Err(self.wrong(&OptimizerMsg::StagedSummed { step, weight, event }));
+                };
+                self.spread(set, vec![(Edge::T0, event)], actions);
+                self.fold_if_complete(actions);
+            }
             (OptimizerMsg::Folded { event }, Phase::Exchanging) => {
                 actions.push(Action::Send(Letter::Communicator(CommunicatorMsg::Small {
                     step: self.step,
@@ -437,7 +491,8 @@ impl Machine for Optimizer {
 
     fn enqueued(op: Op, event: Event) -> Option<OptimizerMsg> {
         match op {
-            Op::SumCopies { .. } | Op::NormPartials { .. } => Some(OptimizerMsg::PartialsEnqueued),
+            Op::SpreadCopies { .. } | Op::NormPartials { .. } => Some(OptimizerMsg::PartialsEnqueued),
+            Op::SumCopies { set } => Some(OptimizerMsg::CopiesSummed { set, event }),
             Op::Fold { .. } => Some(OptimizerMsg::Folded { event }),
             Op::Verdict { step } => Some(OptimizerMsg::Judged { step, event }),
             Op::Adam { bucket, .. } => Some(OptimizerMsg::AdamEnqueued { bucket, event }),

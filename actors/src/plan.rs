@@ -11,6 +11,7 @@
 //! | `ids`, `range` | newtypes, half-open ranges | L1 |
 //! | `groups` | how the ranks are divided: data-parallel, model-parallel, shard groups | L2, T2a |
 //! | `copies` | copies of one weight, whose reduced shards are summed | T0 |
+//! | `stages` | what concerns several pipeline stages | O1, T0 |
 //! | `layout` | buffers, buckets, padding, frozen parameters | L2-L5, L8, L10 |
 //! | `order` | places, gather order, what each unit needs | L9, O1, C1 |
 //! | `calls` | gathers that are issued together | C1 |
@@ -38,21 +39,24 @@ mod memory;
 mod order;
 mod owned;
 mod range;
+mod stages;
 mod summary;
 
 use std::collections::HashSet;
+use std::sync::Arc;
 
 use gatherflow_kernels::DType;
 
 pub use error::PlanError;
-pub use groups::{Across, JOB, MODEL_PARALLEL, ShardGroupPlan, ShardGroupSpec};
+pub use groups::{Across, JOB, ShardGroupPlan, ShardGroupSpec};
 pub use ids::{BucketId, BufferIndex, FrozenIndex, ParamId, Position, Rank, UnitId, Version};
-pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, PlanInput, Storage, SumOver, UnitSpec};
+pub use input::{Alignment, Bucketing, ChunkSpec, ParamSpec, Pipeline, PlanInput, Storage, SumOver, UnitSpec};
 pub use layout::{BucketPlan, BufferPlan, FrozenPlan, Home, PARAM_ALIGN};
 pub use memory::{Allocation, Memory, Purpose};
 pub use order::UnitPlan;
 pub use owned::OwnedPiece;
 pub use range::Range;
+pub use stages::{Numbers, StagedWeight};
 pub use summary::Summary;
 
 /// A parameter and where it lives.
@@ -75,11 +79,11 @@ pub struct ParamPlan {
     pub group: usize,
     /// Whether it is trained; frozen parameters are in no bucket.
     pub trainable: bool,
-    /// Whether it is the first copy of a shared weight, or none (SPEC T2a).
+    /// Whether it is the first copy of a shared weight, or no copy (SPEC T2a).
     pub first_copy: bool,
     /// Whether it has a bucket of its own (SPEC L10).
     pub shared_embedding: bool,
-    /// Whether each model-parallel rank holds another part of it.
+    /// Whether each model-parallel rank of the stage holds another part of it.
     pub tensor_parallel: bool,
     /// The weight it is a copy of.
     pub shared: Option<String>,
@@ -100,6 +104,7 @@ pub struct ParamPlan {
 pub struct Plan {
     ranks: usize,
     model_parallel: usize,
+    pipeline: Pipeline,
     shard_groups: Vec<ShardGroupPlan>,
     groups: usize,
     bucketing: Bucketing,
@@ -115,6 +120,9 @@ pub struct Plan {
     order: Vec<BucketId>,
     call_ends: Vec<u32>,
     copies: Vec<Vec<BucketId>>,
+    /// Of all stages, once joined.
+    stages: Arc<[Arc<Plan>]>,
+    staged: Vec<StagedWeight>,
     call_bytes: usize,
 }
 
@@ -160,9 +168,12 @@ impl Plan {
             Some(*at)
         }));
         Ok(Self {
-            copies: copies::sets(&params),
+            copies: copies::sets(&params, |_| false),
+            stages: Arc::new([]),
+            staged: Vec::new(),
             ranks: input.ranks,
             model_parallel: input.model_parallel,
+            pipeline: input.pipeline,
             shard_groups: layout.shard_groups,
             groups: input.groups,
             bucketing: input.bucketing,

@@ -1,12 +1,16 @@
 //! The order of all collectives of a rank (rule O1) and its running digest (rule O2).
 //!
 //! A pure function of the plan and the verdicts: per step the reduces by place descending, each followed by the sums of its
-//! reduced shard over other groups, the small all-gather, and, if the step was updated, the gathers by place ascending. Nothing here decides *when*; the cursor only says which is next.
+//! reduced shard over other groups, the sums of weights over pipeline stages, the small all-gather, and, if the step was updated,
+//! the gathers by place ascending. Nothing here decides *when*; the cursor only says which is next.
+//!
+//! Collectives are numbered. Each kind has so many numbers in a step as the stage with most of it needs, so that what concerns
+//! several stages has the same number on each ([`Numbers`]).
 
 use gatherflow_kernels::fnv::Fnv;
 use gatherflow_kernels::{CollectiveKey, CollectiveKind, DType};
 
-use crate::plan::{BucketId, JOB};
+use crate::plan::{BucketId, JOB, Numbers};
 
 /// What one bucket's collectives look like to ranks that compare them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +37,17 @@ impl WireBucket {
     }
 }
 
+/// What the sum of a weight over stages looks like to ranks that compare them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WireStaged {
+    /// The number of the weight, the same on every stage.
+    pub weight: u32,
+    /// Bytes of this rank's reduced shard.
+    pub shard_bytes: u64,
+    /// The division of the ranks that take part.
+    pub group: u32,
+}
+
 /// Which collective comes next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Entry {
@@ -51,6 +66,13 @@ pub enum Entry {
         bucket: BucketId,
         /// The division of the ranks.
         group: u32,
+    },
+    /// The sum of a weight over the pipeline stages that have copies of it.
+    StagedSum {
+        /// The step.
+        step: u64,
+        /// The number of the weight.
+        weight: u32,
     },
     /// The small all-gather of this step.
     Small {
@@ -76,6 +98,8 @@ enum Phase {
     Reduces(u32),
     /// The sums behind a reduce: its index, and that of the next sum.
     Sums(u32, usize),
+    /// Over stages, by index into what this rank takes part in.
+    Staged(u32),
     Small,
     Verdict,
     Gathers(u32),
@@ -89,19 +113,47 @@ pub struct Sequence {
     /// By position in it: the position after the last gather of the same call.
     call_ends: Vec<u32>,
     wire: Vec<WireBucket>,
+    /// Ascending by weight.
+    staged: Vec<WireStaged>,
+    numbers: Numbers,
     small_bytes: u64,
     step: u64,
     phase: Phase,
+    /// The first number of this step.
+    base: u64,
     seq: u64,
     digest: u64,
 }
 
 impl Sequence {
-    /// A cursor at step 0. `wire` is indexed by bucket; `first_seq` is the number of collectives issued before.
+    /// A cursor at step 0. `wire` is indexed by bucket; `first_seq` is the first number.
     pub fn new(order: Vec<BucketId>, wire: Vec<WireBucket>, small_bytes: u64, first_seq: u64) -> Self {
-        let phase = if order.is_empty() { Phase::Small } else { Phase::Reduces(0) };
         let call_ends = (1..=order.len() as u32).collect();
-        Self { order, call_ends, wire, small_bytes, step: 0, phase, seq: first_seq, digest: Fnv::BASIS }
+        let sums: usize = wire.iter().map(|wire| wire.sums.iter().filter(|group| **group != JOB).count()).sum();
+        let buckets = order.len() as u64;
+        let mut sequence = Self {
+            order,
+            call_ends,
+            wire,
+            staged: Vec::new(),
+            numbers: Numbers { start: 0, reduces: buckets + sums as u64, staged: 0, gathers: buckets },
+            small_bytes,
+            step: 0,
+            phase: Phase::Small,
+            base: first_seq,
+            seq: first_seq,
+            digest: Fnv::BASIS,
+        };
+        sequence.enter(sequence.first_phase());
+        sequence
+    }
+
+    /// The same on one of several pipeline stages: these sums it takes part in, by weight, and so many numbers a step has.
+    #[must_use]
+    pub fn staged(self, staged: Vec<WireStaged>, numbers: Numbers) -> Self {
+        let mut sequence = Self { staged, numbers, ..self };
+        sequence.enter(sequence.first_phase());
+        sequence
     }
 
     /// The same, with gathers that are issued together: the plan's [`call_ends`](crate::plan::Plan::call_ends).
@@ -134,6 +186,10 @@ impl Sequence {
                 let group = self.wire[bucket.0 as usize].sum(sum).unwrap_or(JOB);
                 Entry::Sum { step: self.step, bucket, group }
             }
+            Phase::Staged(i) => Entry::StagedSum {
+                step: self.step,
+                weight: self.staged.get(i as usize).map_or(u32::MAX, |sum| sum.weight),
+            },
             Phase::Small => Entry::Small { step: self.step },
             Phase::Verdict => Entry::AwaitVerdict { step: self.step },
             Phase::Gathers(i) => Entry::Gather { version: self.step + 1, bucket: self.order[i as usize] },
@@ -158,6 +214,10 @@ impl Sequence {
                 let bytes = self.wire[bucket.0 as usize].shard_bytes;
                 (CollectiveKind::Sum, bucket.0, bytes, DType::F32, step, group)
             }
+            Entry::StagedSum { step, weight } => {
+                let (bytes, group) = self.staged_wire(weight).map_or((0, JOB), |sum| (sum.shard_bytes, sum.group));
+                (CollectiveKind::StagedSum, weight, bytes, DType::F32, step, group)
+            }
             Entry::Small { step } => {
                 (CollectiveKind::Small, CollectiveKey::NO_BUCKET, self.small_bytes, DType::F32, step, JOB)
             }
@@ -167,17 +227,46 @@ impl Sequence {
                 (CollectiveKind::Gather, bucket.0, wire.gather_bytes, wire.gather_dtype, version, wire.group)
             }
         };
-        self.phase = match self.phase {
-            Phase::Reduces(i) => self.after_reduce(i, 0),
-            Phase::Sums(i, sum) => self.after_reduce(i, sum + 1),
-            Phase::Small | Phase::Verdict => Phase::Verdict,
-            Phase::Gathers(i) if i + 1 < buckets => Phase::Gathers(i + 1),
-            Phase::Gathers(_) => self.next_step(),
-        };
         let key = CollectiveKey { seq: self.seq, kind, bucket, bytes, dtype, version, group };
-        self.seq += 1;
         self.digest = digest_of(self.digest, &key);
+        self.seq += 1;
+        match self.phase {
+            Phase::Reduces(i) => self.enter(self.after_reduce(i, 0)),
+            Phase::Sums(i, sum) => self.enter(self.after_reduce(i, sum + 1)),
+            Phase::Staged(i) if i + 1 < self.staged.len() as u32 => self.enter(Phase::Staged(i + 1)),
+            Phase::Staged(_) => self.enter(Phase::Small),
+            Phase::Small | Phase::Verdict => self.enter(Phase::Verdict),
+            Phase::Gathers(i) if i + 1 < buckets => self.enter(Phase::Gathers(i + 1)),
+            Phase::Gathers(_) => self.next_step(),
+        }
         Some(key)
+    }
+
+    /// Goes to a phase of this step, and to its number where it has one of its own.
+    fn enter(&mut self, phase: Phase) {
+        self.phase = phase;
+        let behind_reduces = self.base + self.numbers.reduces;
+        match phase {
+            Phase::Staged(i) => {
+                self.seq = behind_reduces + self.staged.get(i as usize).map_or(0, |sum| sum.weight.into())
+            }
+            Phase::Small => self.seq = behind_reduces + self.numbers.staged,
+            Phase::Reduces(_) | Phase::Sums(..) | Phase::Verdict | Phase::Gathers(_) => {}
+        }
+    }
+
+    fn staged_wire(&self, weight: u32) -> Option<&WireStaged> {
+        self.staged.iter().find(|sum| sum.weight == weight)
+    }
+
+    /// Where a step begins.
+    fn first_phase(&self) -> Phase {
+        if self.order.is_empty() { self.behind_reduces() } else { Phase::Reduces(0) }
+    }
+
+    /// What follows all reduces.
+    fn behind_reduces(&self) -> Phase {
+        if self.staged.is_empty() { Phase::Small } else { Phase::Staged(0) }
     }
 
     /// What follows a reduce and so many sums.
@@ -185,7 +274,7 @@ impl Sequence {
         match self.wire[self.reduced(i).0 as usize].sum(sums) {
             Some(_) => Phase::Sums(i, sums),
             None if i + 1 < self.order.len() as u32 => Phase::Reduces(i + 1),
-            None => Phase::Small,
+            None => self.behind_reduces(),
         }
     }
 
@@ -204,13 +293,19 @@ impl Sequence {
         if self.phase != Phase::Verdict || step != self.step {
             return false;
         }
-        self.phase = if updated && !self.order.is_empty() { Phase::Gathers(0) } else { self.next_step() };
+        self.base = self.seq + if updated { self.numbers.gathers } else { 0 };
+        if updated && !self.order.is_empty() {
+            self.enter(Phase::Gathers(0));
+        } else {
+            self.next_step();
+        }
         true
     }
 
-    fn next_step(&mut self) -> Phase {
+    fn next_step(&mut self) {
         self.step += 1;
-        if self.order.is_empty() { Phase::Small } else { Phase::Reduces(0) }
+        self.seq = self.base;
+        self.enter(self.first_phase());
     }
 
     /// The step whose collectives are next.
@@ -221,11 +316,6 @@ impl Sequence {
     /// The running digest of everything issued so far.
     pub fn digest(&self) -> u64 {
         self.digest
-    }
-
-    /// How many collectives were issued so far.
-    pub fn issued(&self) -> u64 {
-        self.seq
     }
 }
 
@@ -239,6 +329,8 @@ pub fn digest_of(digest: u64, key: &CollectiveKey) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+
     use super::*;
 
     fn sequence(buckets: u32) -> Sequence {
@@ -296,6 +388,38 @@ mod tests {
         assert_eq!(got[..7], reduces);
         assert_eq!(got[7..14], reduces);
         assert_eq!(got[14..], ["gather0", "gather1", "gather2"]);
+    }
+
+    /// The numbers and names of two steps, the first one updated.
+    fn numbered(mut sequence: Sequence) -> Vec<String> {
+        let mut names = Vec::new();
+        while sequence.step() < 2 {
+            let Some(key) = sequence.advance() else {
+                sequence.verdict(sequence.step(), sequence.step() == 0);
+                continue;
+            };
+            names.push(match key.kind {
+                CollectiveKind::Small => format!("{} small", key.seq),
+                kind => format!("{} {kind:?} {}", key.seq, key.bucket).to_lowercase(),
+            });
+        }
+        names
+    }
+
+    #[test]
+    fn what_concerns_several_stages_has_the_same_number_on_each() {
+        let numbers = Numbers { start: 0, reduces: 3, staged: 2, gathers: 3 };
+        let sum = |weight| WireStaged { weight, shard_bytes: 4, group: 8 };
+        let most = numbered(sequence(3).staged(vec![sum(0), sum(1)], numbers));
+        let few = numbered(sequence(1).staged(vec![sum(1)], numbers));
+        let none = numbered(sequence(0).staged(vec![], numbers));
+        assert_eq!(most[..5], ["0 reduce 2", "1 reduce 1", "2 reduce 0", "3 stagedsum 0", "4 stagedsum 1"]);
+        assert_eq!(most[5..10], ["5 small", "6 gather 0", "7 gather 1", "8 gather 2", "9 reduce 2"]);
+        assert_eq!(most.last().unwrap(), "14 small");
+        let expected =
+            ["0 reduce 0", "4 stagedsum 1", "5 small", "6 gather 0", "9 reduce 0", "13 stagedsum 1", "14 small"];
+        assert_eq!(few, expected);
+        assert_eq!(none, ["5 small", "14 small"]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ mod overdue;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use gatherflow_kernels::{Cause, CollectiveKey, Failure, FailureKind};
+use gatherflow_kernels::{Cause, CollectiveKey, Failure, FailureKind, Members};
 
 use crate::action::{Action, Letter, Machine, WrongTransition};
 use crate::control::ControlMsg;
@@ -57,6 +57,8 @@ struct Shown {
 pub struct Supervisor {
     rank: usize,
     ranks: usize,
+    /// Who has the same order of collectives.
+    alike: Members,
     poisoned: Option<Cause>,
     own: VecDeque<Shown>,
     /// 1 + the step of the newest own digest.
@@ -70,7 +72,26 @@ pub struct Supervisor {
 impl Supervisor {
     /// The supervisor of one rank.
     pub fn new(rank: usize, ranks: usize) -> Self {
-        Self { rank, ranks, poisoned: None, own: VecDeque::new(), shown: 0, early: Vec::new(), histories: Vec::new() }
+        Self {
+            rank,
+            ranks,
+            alike: Members::ALL,
+            poisoned: None,
+            own: VecDeque::new(),
+            shown: 0,
+            early: Vec::new(),
+            histories: Vec::new(),
+        }
+    }
+
+    /// The same where only these ranks have this one's order of collectives: those of other pipeline stages have another.
+    #[must_use]
+    pub fn alike(self, alike: Members) -> Self {
+        Self { alike, ..self }
+    }
+
+    fn is_alike(&self, peer: usize) -> bool {
+        self.alike.slot_of(peer).is_some()
     }
 
     /// The first cause, once there is one.
@@ -101,7 +122,7 @@ impl Supervisor {
             return;
         }
         own.agreed += 1;
-        if own.agreed + 1 == self.ranks {
+        if own.agreed + 1 == self.alike.count(self.ranks) {
             self.own.retain(|shown| shown.step > step);
         }
     }
@@ -151,9 +172,9 @@ fn first_mismatch(rank: usize, mine: &[CollectiveKey], peer: usize, theirs: &[Co
                 show(right)
             );
             let failure = Failure::new(FailureKind::OrderMismatch, rank, message).at_step(step);
-            return match left.or(right) {
-                Some(key) if key.bucket != CollectiveKey::NO_BUCKET => failure.in_bucket(key.bucket),
-                _ => failure,
+            return match left.or(right).and_then(CollectiveKey::of_bucket) {
+                Some(bucket) => failure.in_bucket(bucket),
+                None => failure,
             };
         }
     }
@@ -168,7 +189,7 @@ impl Machine for Supervisor {
                 actions.push(Action::Announce(ControlMsg::Demand { from: self.rank, version, demanded }));
             }
             SupervisorMsg::Digest { step, digest, history } => {
-                if self.ranks == 1 {
+                if self.alike.count(self.ranks) == 1 {
                     return Ok(());
                 }
                 self.shown = step + 1;
@@ -190,6 +211,10 @@ impl Machine for Supervisor {
                     self.compare_history(peer, step, &entries, actions);
                 }
             }
+            // Other stages gather for themselves, in an order of their own.
+            SupervisorMsg::Control(
+                ControlMsg::Demand { from, .. } | ControlMsg::Digest { from, .. } | ControlMsg::History { from, .. },
+            ) if !self.is_alike(from) => {}
             SupervisorMsg::Control(ControlMsg::Demand { version, demanded, .. }) => {
                 actions.push(Action::Send(Letter::PreHook(PreHookMsg::PeerDemand { version, demanded })));
             }

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Alignment, BucketId, Bucketing, BufferIndex, ChunkSpec, Home, ParamId, ParamSpec, Plan, PlanInput, Range, Rank,
-    Storage, UnitSpec,
+    Alignment, BucketId, Bucketing, BufferIndex, ChunkSpec, Home, ParamId, ParamSpec, Pipeline, Plan, PlanInput, Range,
+    Rank, Storage, UnitSpec,
 };
 use gatherflow_kernels::DType;
 use serde_json::Value;
@@ -53,6 +53,7 @@ fn plan(case: &Value) -> Plan {
         alignment: Alignment::Standard,
         storage: Storage::Views,
         model_parallel: 1,
+        pipeline: Pipeline::default(),
         shard_groups: Vec::new(),
     };
     Plan::new(&input).unwrap()

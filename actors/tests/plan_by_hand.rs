@@ -2,8 +2,10 @@
 //! shards, frozen parameters, the norm's filters, memory, and what is printed.
 #![allow(clippy::unwrap_used)]
 
+use std::sync::Arc;
+
 use gatherflow_actors::plan::{
-    Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, MODEL_PARALLEL, ParamId, ParamSpec, Plan, PlanInput,
+    Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, ParamId, ParamSpec, Pipeline, Plan, PlanError, PlanInput,
     Purpose, Range, Rank, ShardGroupSpec, Storage, SumOver, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
@@ -24,6 +26,7 @@ fn input(ranks: usize, params: Vec<ParamSpec>, chunks: &[&[&[u32]]]) -> PlanInpu
         alignment: Alignment::Standard,
         storage: Storage::Views,
         model_parallel: 1,
+        pipeline: Pipeline::default(),
         shard_groups: Vec::new(),
     }
 }
@@ -273,8 +276,9 @@ fn what_is_summed_over_model_parallel_ranks_is_in_buffers_apart() {
     };
     assert_eq!(sums(&input), [(2, 0), (2, 0)], "one rank has the whole sum");
     input.model_parallel = 2;
-    assert_eq!(sums(&input), [(2, 0), (2, MODEL_PARALLEL)]);
-    let members = |rank| Plan::new(&input).unwrap().members(Rank(rank), MODEL_PARALLEL).ranks(4).collect::<Vec<_>>();
+    let plan = Plan::new(&input).unwrap();
+    assert_eq!(sums(&input), [(2, 0), (2, plan.model_parallel_group())]);
+    let members = |rank| plan.members(Rank(rank), plan.model_parallel_group()).ranks(4).collect::<Vec<_>>();
     assert_eq!((members(0), members(3)), (vec![0, 1], vec![2, 3]));
 }
 
@@ -437,4 +441,69 @@ storage views: 854 328 bytes
 ";
     let shared = Plan::new(&input).unwrap().describe();
     assert!(shared.ends_with(tail) && shared.contains("memory per rank (storage shared)"), "{shared}");
+}
+
+/// The plans of stages that have these parameters, joined, each with one unit.
+fn stages(params: Vec<Vec<ParamSpec>>) -> Result<Vec<Plan>, PlanError> {
+    let number = params.len();
+    let plan = |(stage, params): (usize, Vec<ParamSpec>)| {
+        let all: Vec<u32> = (0..params.len() as u32).collect();
+        let mut input = input(4 * number, params, &[&[&all]]);
+        (input.model_parallel, input.pipeline) = (2 * number, Pipeline { stage, stages: number });
+        Plan::new(&input).map(Arc::new)
+    };
+    let plans: Vec<_> = params.into_iter().enumerate().map(plan).collect::<Result<_, _>>()?;
+    plans.iter().map(|plan| plan.joined(plans.clone())).collect()
+}
+
+fn shared(name: &str, shared: &str) -> ParamSpec {
+    ParamSpec { shared: Some(shared.into()), ..f32(name, 10) }
+}
+
+#[test]
+fn weights_that_several_stages_have_are_numbered_alike_and_counted_on_the_first() {
+    let joined = stages(vec![
+        vec![shared("embed", "table"), f32("a", 500), f32("b", 500), shared("tied", "tied")],
+        vec![shared("norm", "norm"), shared("tied again", "tied"), f32("c", 500)],
+        vec![shared("head", "table"), shared("other head", "table")],
+    ]);
+    let joined = joined.unwrap();
+    let weights: Vec<_> = joined[0].staged().iter().map(|w| (&*w.shared, &*w.stages, &*w.first)).collect();
+    assert_eq!(weights, [("table", &[0, 2][..], "embed"), ("tied", &[0, 1], "tied")]);
+    assert!(joined.iter().all(|plan| plan.staged() == joined[0].staged() && plan.numbers() == joined[0].numbers()));
+    let here = |stage: usize| joined[stage].staged_here().map(|(weight, _)| weight).collect::<Vec<_>>();
+    assert_eq!((here(0), here(1), here(2)), (vec![0, 1], vec![1], vec![0]));
+    assert_eq!(joined[2].copies().iter().map(Vec::len).collect::<Vec<_>>(), [2]);
+    // Ranks 0 to 5 share a copy of the model, two on each stage.
+    let members = |stage: usize, rank, weight| {
+        let plan = &joined[stage];
+        plan.members(Rank(rank), plan.staged_group(weight)).ranks(12).collect::<Vec<_>>()
+    };
+    assert_eq!((members(0, 1, 0), members(2, 5, 0)), (vec![1, 5], vec![1, 5]));
+    assert_eq!((members(0, 6, 1), members(1, 8, 1)), (vec![6, 8], vec![6, 8]));
+    let counted = |stage: usize, rank: usize, name: &str| {
+        let param = joined[stage].params().iter().find(|p| p.name == name).unwrap();
+        joined[stage].counts(Rank(rank), param)
+    };
+    assert!(counted(0, 0, "embed") && !counted(2, 4, "head") && !counted(1, 2, "tied again"));
+    assert!(counted(1, 2, "norm") && !counted(1, 3, "norm"), "on the first rank of its stage");
+    assert_eq!((joined[2].first_name(ParamId(1)), joined[1].first_name(ParamId(2))), ("embed", "c"));
+    let names: Vec<&str> = joined[1].distinct_params().map(|(_, param)| &*param.name).collect();
+    assert_eq!(names, ["embed", "a", "b", "tied", "norm", "c"]);
+}
+
+#[test]
+fn stages_that_cannot_be_of_one_job_are_refused_by_name() {
+    let error = |params| stages(params).unwrap_err().to_string();
+    let twice = error(vec![vec![f32("layer", 10)], vec![f32("layer", 10)]]);
+    assert!(twice.contains("stages 0 and 1 both have a parameter `layer`"), "{twice}");
+    let one_shared = error(vec![vec![shared("layer", "w")], vec![f32("layer", 10)]]);
+    assert!(one_shared.contains("`layer`"), "{one_shared}");
+    let other = ParamSpec { shape: vec![11], ..shared("b", "w") };
+    let shapes = error(vec![vec![shared("a", "w")], vec![other]]);
+    assert!(shapes.contains("`a` and `b`") && shapes.contains("shape"), "{shapes}");
+    let frozen = ParamSpec { trainable: false, ..shared("b", "w") };
+    assert!(error(vec![vec![shared("a", "w")], vec![frozen]]).contains("trainable"));
+    let joined = stages(vec![vec![shared("w", "w")], vec![shared("w", "w")]]).unwrap();
+    assert_eq!(joined[0].staged().len(), 1, "copies of one weight may have one name");
 }

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, PARAM_ALIGN, ParamId, ParamSpec, Plan, PlanInput, Purpose,
-    Rank, ShardGroupSpec, Storage, SumOver, UnitId, UnitSpec,
+    Across, Alignment, BucketId, Bucketing, ChunkSpec, Home, PARAM_ALIGN, ParamId, ParamSpec, Pipeline, Plan,
+    PlanInput, Purpose, Rank, ShardGroupSpec, Storage, SumOver, UnitId, UnitSpec,
 };
 use gatherflow_kernels::DType;
 use proptest::prelude::*;
@@ -53,7 +53,7 @@ fn model() -> impl Strategy<Value = PlanInput> {
     let alignment =
         prop_oneof![9 => Just(Alignment::Standard), 1 => Just(Alignment::Bandwidth), 3 => Just(Alignment::Reference)];
     let units = prop::collection::vec(1_usize..6, 3);
-    let ranks = (1_usize..=24, 1_usize..=3, any::<[prop::sample::Index; 2]>());
+    let ranks = (1_usize..=24, 1_usize..=4, any::<[prop::sample::Index; 4]>());
     (ranks, params, units, bucketing, alignment).prop_map(
         |((d, model_parallel, sizes), params, units, bucketing, alignment)| {
             let divisors: Vec<usize> = (1..=d).filter(|n| d.is_multiple_of(*n)).collect();
@@ -63,7 +63,9 @@ fn model() -> impl Strategy<Value = PlanInput> {
                 across,
                 average_over: None,
             };
-            let [replicated, experts] = sizes;
+            let [replicated, experts, stages, stage] = sizes;
+            let stages = *stages.get(&[1, 2, 3, 4].map(|n| if model_parallel % n == 0 { n } else { 1 }));
+            let pipeline = Pipeline { stage: stage.index(stages), stages };
             let shard_groups =
                 vec![of("replicated", replicated, Across::Replicas), of("experts", experts, Across::Experts)];
             let ranks = d * model_parallel;
@@ -82,7 +84,18 @@ fn model() -> impl Strategy<Value = PlanInput> {
             });
             let params = params.collect();
             let storage = Storage::Views;
-            PlanInput { ranks, model_parallel, shard_groups, chunks, params, groups: 3, bucketing, alignment, storage }
+            PlanInput {
+                ranks,
+                model_parallel,
+                pipeline,
+                shard_groups,
+                chunks,
+                params,
+                groups: 3,
+                bucketing,
+                alignment,
+                storage,
+            }
         },
     )
 }
@@ -97,7 +110,9 @@ fn end_align(input: &PlanInput, d: usize) -> usize {
 }
 
 fn all_ranks(plan: &Plan) -> impl Iterator<Item = Rank> + use<> {
-    (0..plan.ranks()).map(Rank)
+    let (stage, stages) = (plan.pipeline().stage, plan.pipeline().stages);
+    let (share, of_stage) = (plan.model_parallel(), plan.model_parallel() / stages);
+    (0..plan.ranks()).filter(move |rank| rank % share / of_stage == stage).map(Rank)
 }
 
 proptest! {
@@ -246,7 +261,7 @@ proptest! {
             prop_assert_eq!(at, bucket.range.end);
         }
         for ((param, covered), groups) in plan.params().iter().zip(covered).zip(groups) {
-            let expected = plan.ranks() / plan.shard_groups()[param.shard_group].ranks;
+            let expected = all_ranks(&plan).count() / plan.shard_groups()[param.shard_group].ranks;
             prop_assert_eq!(groups, if param.trainable { expected as u32 } else { 0 });
             prop_assert!(covered.iter().all(|&n| n == groups), "{}", param.name);
         }
@@ -327,7 +342,7 @@ proptest! {
             }
         }
         for (param, counted) in plan.params().iter().zip(counted) {
-            let parts = if param.tensor_parallel { input.model_parallel } else { 1 };
+            let parts = if param.tensor_parallel { input.model_parallel / input.pipeline.stages } else { 1 };
             let group = &plan.shard_groups()[param.shard_group];
             let experts = if group.across == Across::Experts { plan.data_parallel() / group.ranks } else { 1 };
             let logical = if param.trainable { param.numel * parts * experts } else { 0 };
@@ -338,11 +353,14 @@ proptest! {
     #[test]
     fn every_rank_is_in_one_part_of_each_division_and_sums_meet_equal_shards(input in model()) {
         let plan = Plan::new(&input).unwrap();
-        for (division, rank) in (0..plan.divisions()).flat_map(|n| all_ranks(&plan).map(move |rank| (n, rank))) {
-            let members = plan.members(rank, division);
-            prop_assert!(members.slot_of(rank.0).is_some());
-            for other in members.ranks(plan.ranks()) {
-                prop_assert_eq!(&plan.members(Rank(other), division), &members);
+        for rank in all_ranks(&plan) {
+            // The first is the whole job; all others are within the stage.
+            for (kind, members) in plan.divisions(rank).into_iter().enumerate().skip(1) {
+                prop_assert!(members.slot_of(rank.0).is_some());
+                for other in members.ranks(plan.ranks()).map(Rank) {
+                    prop_assert_eq!(plan.stage_of(other), input.pipeline.stage);
+                    prop_assert_eq!(&plan.divisions(other)[kind], &members);
+                }
             }
         }
         for (bucket, rank) in plan.buckets().iter().flat_map(|b| all_ranks(&plan).map(move |rank| (b.id, rank))) {

@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 use gatherflow_actors::plan::{
-    Across, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanError, PlanInput, Rank, ShardGroupSpec, Storage,
-    SumOver, UnitSpec,
+    Across, Bucketing, ChunkSpec, ParamId, ParamSpec, Pipeline, Plan, PlanError, PlanInput, Rank, ShardGroupSpec,
+    Storage, SumOver, UnitSpec,
 };
 use gatherflow_kernels::DType;
 
@@ -20,6 +20,7 @@ fn input() -> PlanInput {
         alignment: gatherflow_actors::plan::Alignment::Standard,
         storage: Storage::Views,
         model_parallel: 1,
+        pipeline: Pipeline::default(),
         shard_groups: Vec::new(),
     }
 }
@@ -152,6 +153,10 @@ fn ranks_that_groups_or_copies_of_the_model_cannot_share_are_refused() {
     });
     for model_parallel in [0, 3, 4] {
         refused(&["2 ranks", &format!("by {model_parallel}")], |i| i.model_parallel = model_parallel);
+    }
+    for (stage, stages) in [(0, 0), (0, 2), (1, 1), (7, 3)] {
+        let words = [&format!("stage {stage} of {stages}"), "`pipeline_parallel`", "1 model-parallel ranks"];
+        refused(&words, |i| i.pipeline = Pipeline { stage, stages });
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gatherflow_actors::plan::{
-    Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Storage, UnitId, UnitSpec,
+    Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Pipeline, Plan, PlanInput, Storage, UnitId, UnitSpec,
 };
 use gatherflow_actors::{
     Credits, Deadlines, Driver, FirstGather, Group, LrRow, Overlap, Ranks, Session, SessionConfig, Skip, StartParams,
@@ -82,6 +82,7 @@ fn plan(buckets: u32) -> Plan {
         alignment: Alignment::default(),
         storage: Storage::Views,
         model_parallel: 1,
+        pipeline: Pipeline::default(),
         shard_groups: Vec::new(),
     };
     let plan = Plan::new(&input).expect("a legal model");

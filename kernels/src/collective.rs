@@ -25,6 +25,8 @@ pub enum CollectiveKind {
     Gather,
     /// Sum of a bucket's reduced shard over ranks that hold the same shard.
     Sum,
+    /// Sum of the reduced shard of a weight over the pipeline stages that have copies of it.
+    StagedSum,
 }
 
 /// What ranks must agree on: the entry of the running digest (rule O2).
@@ -34,7 +36,8 @@ pub struct CollectiveKey {
     pub seq: u64,
     /// What it is for.
     pub kind: CollectiveKind,
-    /// The bucket, or [`CollectiveKey::NO_BUCKET`].
+    /// The bucket, or [`CollectiveKey::NO_BUCKET`]; of a sum over stages the number of the weight, which is in another bucket on
+    /// each.
     pub bucket: u32,
     /// Bytes of the larger buffer.
     pub bytes: u64,
@@ -50,6 +53,11 @@ pub struct CollectiveKey {
 impl CollectiveKey {
     /// Stands for "no bucket".
     pub const NO_BUCKET: u32 = u32::MAX;
+
+    /// The bucket it is of, if it is of one.
+    pub fn of_bucket(&self) -> Option<u32> {
+        Some(self.bucket).filter(|bucket| *bucket != Self::NO_BUCKET && self.kind != CollectiveKind::StagedSum)
+    }
 }
 
 impl std::fmt::Display for CollectiveKey {
@@ -60,6 +68,7 @@ impl std::fmt::Display for CollectiveKey {
             CollectiveKind::Small => write!(f, "small all-gather")?,
             CollectiveKind::Gather => write!(f, "gather of bucket {}", self.bucket)?,
             CollectiveKind::Sum => write!(f, "sum of bucket {}", self.bucket)?,
+            CollectiveKind::StagedSum => write!(f, "sum over stages of shared weight {}", self.bucket)?,
         }
         if self.group > 0 {
             write!(f, " in group {}", self.group)?;

@@ -40,6 +40,9 @@ struct PlanArgs {
     /// The number of ranks, model-parallel ones included [default: `ranks` of the configuration, else 2]
     #[arg(long, value_name = "N")]
     ranks: Option<usize>,
+    /// Which pipeline stage the description is of, where the configuration has several
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    stage: usize,
     /// Close a bucket once it holds this many elements
     #[arg(long, value_name = "ELEMENTS")]
     bucket_size: Option<usize>,
@@ -159,7 +162,8 @@ fn plan(args: &PlanArgs) -> Result<String, String> {
         }
         (None, None) => return Err("no model: give a model description or --gpt LAYERS,WIDTH,VOCAB".into()),
     };
-    let plan = model.plan(config.configured_ranks().unwrap_or(2), &config).map_err(|e| e.to_string())?;
+    let plan =
+        model.plan_stage(args.stage, config.configured_ranks().unwrap_or(2), &config).map_err(|e| e.to_string())?;
     Ok(if args.json { format!("{}\n", json(&plan)) } else { plan.describe() })
 }
 
@@ -190,6 +194,8 @@ fn json(plan: &Plan) -> serde_json::Value {
     serde_json::json!({
         "ranks": plan.ranks(),
         "model_parallel": plan.model_parallel(),
+        "pipeline_stage": plan.pipeline().stage,
+        "pipeline_stages": plan.pipeline().stages,
         "params": plan.params().len(),
         "numel": plan.params().iter().map(|p| p.numel).sum::<usize>(),
         "buckets": buckets.collect::<Vec<_>>(),

@@ -28,6 +28,9 @@ setters! {
     /// `model_parallel`: so many adjacent ranks share one copy of the model. Rank r is model-parallel rank r % n; parameters are
     /// divided among the ranks with the same one.
     "model_parallel": model_parallel(ranks: usize) |c, v| c.model_parallel = v;
+    /// `pipeline_parallel`: the ranks that share a copy of the model are so many pipeline stages ([`Config::stage_of`]), each with
+    /// chunks of its own.
+    "pipeline_parallel": pipeline_parallel(stages: usize) |c, v| c.pipeline_parallel = v;
     /// `emulate`: every rank's collectives share a link of this speed.
     "emulate": emulate(link: Link) |c, v| c.emulate = Some(v);
     /// `overlap`: when parameters are gathered (default window).
@@ -150,6 +153,18 @@ impl Config {
     /// How many ranks share one copy of the model.
     pub fn model_parallel_ranks(&self) -> usize {
         self.model_parallel
+    }
+
+    /// How many pipeline stages the ranks that share a copy of the model are.
+    pub fn pipeline_stages(&self) -> usize {
+        self.pipeline_parallel
+    }
+
+    /// The pipeline stage of a rank, whose chunks its model has: of the ranks that share a copy of the model, the first
+    /// `model_parallel / pipeline_parallel` are stage 0, and so on.
+    pub fn stage_of(&self, rank: usize) -> usize {
+        let share = self.model_parallel.max(1);
+        (rank % share).saturating_mul(self.pipeline_parallel) / share
     }
 
     /// The overlap mode.

@@ -109,6 +109,7 @@ impl Config {
             let value = match *name {
                 "ranks" => whole(self.ranks.unwrap_or(1) as u64),
                 "model_parallel" => whole(self.model_parallel as u64),
+                "pipeline_parallel" => whole(self.pipeline_parallel as u64),
                 "device" => Value::String(self.device.clone()),
                 "transport" => Value::String(self.transport.clone()),
                 "credits" => match self.credits {

@@ -45,6 +45,13 @@ pub const KEYS: &[Key] = &[
         set: |c, v| put(&mut c.model_parallel, count(v)),
     },
     Key {
+        name: "pipeline_parallel",
+        values: "a number of stages from 1 that divides model_parallel",
+        default: "1",
+        help: "the ranks that share a copy of the model are so many pipeline stages, each with chunks of its own",
+        set: |c, v| put(&mut c.pipeline_parallel, count(v)),
+    },
+    Key {
         name: "device",
         values: "\"cpu\" or \"null\"",
         default: "\"cpu\"",

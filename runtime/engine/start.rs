@@ -98,7 +98,7 @@ impl Engine {
         mut init: impl FnMut(&ParamInfo, ParamMut<'_>),
     ) -> Result<Self, Error> {
         let ranks = rank.ranks();
-        let plan = Arc::new(model.plan(ranks, &config)?);
+        let plan = Arc::new(model.plan_stage(config.stage_of(rank.rank()), ranks, &config)?);
         model.settle(&config);
         if config.is_explicit("emulate") && config.link() != rank.link {
             return Err(ConfigError::LinkDiffers.into());

@@ -7,8 +7,8 @@ use crate::error::Error;
 
 impl Engine {
     /// Writes a parameter from outside: weights to fine-tune from, say. Waits until this version of it is there. Write the same
-    /// on every rank (other copies of a shared weight follow by themselves), then call [`Engine::reload_masters`] on every rank; without it the next step puts a 16-bit parameter back
-    /// to what its master says.
+    /// on every rank, of every pipeline stage that has a copy (other copies on this rank follow by themselves), then call
+    /// [`Engine::reload_masters`] on every rank; without it the next step puts a 16-bit parameter back to what its master says.
     ///
     /// # Errors
     /// An unknown id, a live owned guard, by the name of its parameter, a closed engine, or the first cause of a fatal failure.

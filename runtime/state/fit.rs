@@ -28,9 +28,8 @@ impl<'a> Fit<'a> {
         let found: HashMap<_, _> = state.tensors.iter().map(|tensor| ((&*tensor.name, tensor.part), tensor)).collect();
         let take = |param: &crate::actors::ParamPlan| {
             // Copies of a weight are saved as the first of them.
-            let first = plan.copies_of(param.id).next().unwrap_or(param.id);
-            let first = plan.param(first);
-            found.get(&(&*first.name, Part::of(plan, rank, first))).copied().filter(|_| param.trainable)
+            let name = plan.first_name(param.id);
+            found.get(&(name, Part::of(plan, rank, param))).copied().filter(|_| param.trainable)
         };
         Ok(Self { tensors: plan.params().iter().map(take).collect() })
     }

@@ -71,6 +71,10 @@ fn word(action: &Action) -> String {
             format!("partials {}{}", bucket.0, ids(after))
         }
         Action::Enqueue { op: Op::SumCopies { set }, after } => format!("sum {set}{}", ids(after)),
+        Action::Enqueue { op: Op::SpreadCopies { set }, after } => format!("spread {set}{}", ids(after)),
+        Action::Send(Letter::Communicator(CommunicatorMsg::StagedSum { step, weight, after })) => {
+            format!("over stages {step} {weight}{}", ids(after))
+        }
         Action::Enqueue { op: Op::Fold { .. }, after } => format!("fold{}", ids(after)),
         Action::Enqueue { op: Op::Verdict { step }, after } => format!("verdict {step}{}", ids(after)),
         Action::Enqueue { op: Op::Adam { bucket, rows }, after } => {
@@ -123,18 +127,40 @@ fn a_step_reduces_folds_judges_and_updates_in_order_with_its_edges() {
 
 #[test]
 fn copies_are_summed_behind_the_last_of_their_reduces_and_measured_behind_the_sum() {
-    let copies = || vec![vec![BucketId(0), BucketId(2)]];
-    let mut o = optimizer(3).summing(copies());
+    let set = CopySet { buckets: vec![BucketId(0), BucketId(2)], staged: None };
+    let mut o = optimizer(3).summing(vec![set]);
     for number in 0..2 {
         assert!(say(&mut o, reduced(number, 2)).is_empty(), "its copy is to come");
         assert_eq!(say(&mut o, reduced(number, 1)), ["partials 1 E2:11"]);
         say(&mut o, step(number, vec![]));
         let words = say(&mut o, reduced(number, 0));
-        assert_eq!(words[..3], ["sum 0 T0:12 T0:10", "partials 0", "partials 2"]);
-        assert_eq!(words[3], "fold");
+        assert_eq!(words[..4], ["sum 0 T0:12 T0:10", "spread 0", "partials 0", "partials 2"]);
+        assert_eq!(words[4], "fold");
         say(&mut o, small(number));
         say(&mut o, verdict(number, number == 1));
     }
+}
+
+#[test]
+fn copies_that_other_stages_have_too_are_summed_over_stages_between_sum_and_spread() {
+    let two = CopySet { buckets: vec![BucketId(0), BucketId(2)], staged: Some(7) };
+    let one = CopySet { buckets: vec![BucketId(1)], staged: Some(3) };
+    let mut o = optimizer(3).summing(vec![two, one]);
+    let summed = |step, weight, id| OptimizerMsg::StagedSummed { step, weight, event: event(id) };
+    for number in 0..2 {
+        say(&mut o, reduced(number, 2));
+        assert_eq!(say(&mut o, reduced(number, 1)), [format!("over stages {number} 3 T0:11")]);
+        say(&mut o, step(number, vec![]));
+        let words = say(&mut o, reduced(number, 0));
+        assert_eq!(words, ["sum 0 T0:12 T0:10".to_owned(), format!("over stages {number} 7 T0:30")]);
+        assert_eq!(say(&mut o, summed(number, 3, 60)), ["spread 1 T0:60", "partials 1"], "one is still to come");
+        let words = say(&mut o, summed(number, 7, 61));
+        assert_eq!(words[..4], ["spread 0 T0:61", "partials 0", "partials 2", "fold"]);
+        say(&mut o, small(number));
+        say(&mut o, verdict(number, number == 1));
+    }
+    let unknown = o.on(summed(2, 5, 62), &mut Vec::new());
+    assert!(unknown.unwrap_err().to_string().contains("StagedSummed"), "no such weight");
 }
 
 #[test]

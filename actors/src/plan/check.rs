@@ -4,9 +4,10 @@ use std::collections::HashMap;
 
 use gatherflow_kernels::DType;
 
+use super::copies::Traits;
 use super::error::PlanError;
 use super::ids::ParamId;
-use super::input::{Bucketing, ParamSpec, PlanInput, Storage, SumOver};
+use super::input::{Bucketing, ParamSpec, Pipeline, PlanInput, Storage, SumOver};
 use super::layout;
 
 /// More ranks than any job has; keeps every alignment far from overflow.
@@ -31,7 +32,7 @@ pub(super) fn check(input: &PlanInput) -> Result<(), PlanError> {
     input.params.iter().try_for_each(|param| parameter(param, input))?;
     sizes(input)?;
     uses(input)?;
-    shared_copies(&input.params)
+    shared_copies(input)
 }
 
 fn counts(input: &PlanInput) -> Result<(), PlanError> {
@@ -57,6 +58,10 @@ fn groups(input: &PlanInput) -> Result<(), PlanError> {
     let (ranks, model_parallel) = (input.ranks, input.model_parallel);
     if model_parallel == 0 || !ranks.is_multiple_of(model_parallel) {
         return Err(PlanError::ModelParallel { ranks, model_parallel });
+    }
+    let Pipeline { stage, stages } = input.pipeline;
+    if stages == 0 || !model_parallel.is_multiple_of(stages) || stage >= stages {
+        return Err(PlanError::Pipeline { stage, stages, model_parallel });
     }
     let d = ranks / model_parallel;
     for (index, group) in input.shard_groups.iter().enumerate() {
@@ -158,21 +163,12 @@ fn uses(input: &PlanInput) -> Result<(), PlanError> {
     }
 }
 
-fn shared_copies(params: &[ParamSpec]) -> Result<(), PlanError> {
+fn shared_copies(input: &PlanInput) -> Result<(), PlanError> {
     let mut firsts: HashMap<&str, &ParamSpec> = HashMap::new();
-    for other in params {
+    for other in &input.params {
         let Some(shared) = &other.shared else { continue };
         let first = *firsts.entry(shared).or_insert(other);
-        let differs = [
-            ("shape", first.shape != other.shape),
-            ("dtype", first.dtype != other.dtype),
-            ("trainable", first.trainable != other.trainable),
-            ("shard group", first.shard_group != other.shard_group),
-            ("tensor-parallel", first.tensor_parallel != other.tensor_parallel),
-            ("what it is summed over", first.sum_over != other.sum_over),
-            ("group", first.trainable && first.group != other.group),
-        ];
-        if let Some((what, _)) = differs.into_iter().find(|(_, differs)| *differs) {
+        if let Some(what) = Traits::of_spec(first, input).difference(&Traits::of_spec(other, input)) {
             let (first, other) = (first.name.clone(), other.name.clone());
             return Err(PlanError::SharedDiffer { shared: shared.clone(), first, other, what });
         }

@@ -25,7 +25,9 @@ mod tests {
     use gatherflow_kernels::DType;
 
     use super::count;
-    use crate::plan::{Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, Rank, Storage, UnitSpec};
+    use crate::plan::{
+        Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Pipeline, Plan, PlanInput, Rank, Storage, UnitSpec,
+    };
 
     /// `n` parameters, each in a unit and (two types in turn) mostly in a bucket of its own.
     fn input(n: usize) -> PlanInput {
@@ -34,6 +36,7 @@ mod tests {
         PlanInput {
             ranks: 4,
             model_parallel: 1,
+            pipeline: Pipeline::default(),
             shard_groups: Vec::new(),
             chunks: vec![ChunkSpec { units: (0..n).map(unit).collect() }],
             params: (0..n).map(|i| ParamSpec::new(format!("p{i}"), [100 + i % 7], dtype(i))).collect(),

@@ -80,6 +80,10 @@ impl Plan {
         if self.model_parallel > 1 {
             writeln!(out, "{} share a copy of the model", count(self.model_parallel, "rank"))?;
         }
+        if self.pipeline.stages > 1 {
+            let of_stage = count(self.tensor_parallel(), "rank");
+            writeln!(out, "pipeline stage {} of {}, {of_stage} each", self.pipeline.stage, self.pipeline.stages)?;
+        }
         for group in &self.shard_groups[1..] {
             let others = match group.across {
                 _ if group.ranks == self.data_parallel() => "there are no others",

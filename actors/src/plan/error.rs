@@ -135,6 +135,32 @@ pub enum PlanError {
         /// How many should share a copy.
         model_parallel: usize,
     },
+    /// A pipeline stage that cannot be.
+    #[error(
+        "stage {stage} of {stages} (`pipeline_parallel`) among {model_parallel} model-parallel ranks: the number of stages must \
+         divide theirs, and stages count from 0"
+    )]
+    Pipeline {
+        /// Which stage.
+        stage: usize,
+        /// How many there should be.
+        stages: usize,
+        /// How many ranks share a copy of the model.
+        model_parallel: usize,
+    },
+    /// Two parameters of one name that are not one weight.
+    #[error(
+        "stages {first} and {second} both have a parameter `{name}`: name parameters by their place in the whole model, or mark \
+         both as copies of one shared weight"
+    )]
+    OnTwoStages {
+        /// The name.
+        name: String,
+        /// A stage.
+        first: usize,
+        /// A later one.
+        second: usize,
+    },
     /// A shard group that does not exist.
     #[error(
         "parameter `{name}` names shard group {group}, but there are {groups} besides number 0, which is all ranks"

@@ -11,9 +11,11 @@ use super::layout::PARAM_ALIGN;
 pub struct PlanInput {
     /// The number of ranks of the job.
     pub ranks: usize,
-    /// How many adjacent ranks share one copy of the model: d is `ranks / model_parallel`. All of them register the same
-    /// parameters; of a tensor-parallel one each holds another part.
+    /// How many adjacent ranks share one copy of the model: d is `ranks / model_parallel`. Those of one pipeline stage register
+    /// the same parameters; of a tensor-parallel one each holds another part.
     pub model_parallel: usize,
+    /// Which part of the model's layers this is.
+    pub pipeline: Pipeline,
     /// Shard groups with a d of their own. Parameters name them from 1 on.
     pub shard_groups: Vec<ShardGroupSpec>,
     /// Model chunks in forward order.
@@ -28,6 +30,22 @@ pub struct PlanInput {
     pub alignment: Alignment,
     /// Where gathered parameters land. It does not change the layout.
     pub storage: Storage,
+}
+
+/// A pipeline stage: of the ranks that share a copy of the model, each run of `model_parallel / stages` holds other chunks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pipeline {
+    /// Which stage, `0..stages`.
+    pub stage: usize,
+    /// How many there are; divides the number of model-parallel ranks.
+    pub stages: usize,
+}
+
+impl Default for Pipeline {
+    /// The only stage.
+    fn default() -> Self {
+        Self { stage: 0, stages: 1 }
+    }
 }
 
 /// A model chunk: its units in forward order.
@@ -64,7 +82,7 @@ pub struct ParamSpec {
     pub trainable: bool,
     /// Gets a bucket of its own (SPEC L10).
     pub shared_embedding: bool,
-    /// Each model-parallel rank holds another part of it, so each counts in the norm (SPEC T2a).
+    /// Each model-parallel rank of a stage holds another part of it, so each counts in the norm (SPEC T2a).
     pub tensor_parallel: bool,
     /// Copies of one weight carry the same name here: where they are trained, their reduced shards are summed. The norm counts
     /// the first (SPEC T0, T2a).
@@ -101,10 +119,10 @@ impl ParamSpec {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum SumOver {
-    /// Every model-parallel rank has the whole gradient.
+    /// Every model-parallel rank of a stage has the whole gradient.
     #[default]
     Nothing,
-    /// Each model-parallel rank has a part of the sum (a norm under sequence parallelism, say).
+    /// Each model-parallel rank of a stage has a part of the sum (a norm under sequence parallelism, say).
     ModelParallel,
 }
 

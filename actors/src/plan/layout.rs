@@ -196,7 +196,7 @@ pub(super) fn lay_out(input: &PlanInput) -> Layout {
         buckets: Vec::new(),
         frozen: Vec::new(),
         homes: vec![nowhere; input.params.len()],
-        alone: alone(&input.params),
+        alone: alone(&input.params, input.pipeline.stages),
     };
     let mut by_chunk = vec![Vec::new(); input.chunks.len()];
     for (index, param) in input.params.iter().enumerate() {
@@ -211,14 +211,15 @@ pub(super) fn lay_out(input: &PlanInput) -> Layout {
     layout
 }
 
-/// Who has a bucket of its own: what asks for it, and trained copies of a weight, so that their shards line up.
-fn alone(params: &[ParamSpec]) -> Vec<bool> {
+/// Who has a bucket of its own: what asks for it, and trained copies of a weight, so that their shards line up. Another
+/// pipeline stage may have a copy of any shared one.
+fn alone(params: &[ParamSpec], stages: usize) -> Vec<bool> {
     let weight = |param: &'_ ParamSpec| param.shared.as_deref().filter(|_| param.trainable).map(str::to_owned);
     let mut copies: HashMap<String, usize> = HashMap::new();
     for shared in params.iter().filter_map(weight) {
         *copies.entry(shared).or_default() += 1;
     }
-    let several = |shared: String| copies[&shared] > 1;
+    let several = |shared: String| stages > 1 || copies[&shared] > 1;
     params.iter().map(|param| param.shared_embedding || weight(param).is_some_and(several)).collect()
 }
 

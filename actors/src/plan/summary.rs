@@ -16,6 +16,8 @@ pub struct Summary {
     pub ranks: u64,
     /// How many of them share a copy of the model.
     pub model_parallel: u64,
+    /// How many pipeline stages those are, and which one this is.
+    pub pipeline: [u64; 2],
     /// Hash of the shard groups.
     pub shard_groups: u64,
     /// Number of optimizer groups.
@@ -38,6 +40,7 @@ impl Summary {
         let mut hash = Fnv::new();
         let heads = [self.ranks, self.model_parallel, self.shard_groups, self.groups, self.bucket_size, self.end_align];
         hash.words(heads);
+        hash.words(self.pipeline);
         hash.word(self.layout);
         for list in [&self.params, &self.units] {
             hash.word(list.len() as u64);
@@ -78,6 +81,7 @@ impl Plan {
         Summary {
             ranks: self.ranks as u64,
             model_parallel: self.model_parallel as u64,
+            pipeline: [self.pipeline.stages, self.pipeline.stage].map(|n| n as u64),
             shard_groups: shard_groups.finish(),
             groups: self.groups as u64,
             bucket_size: self.bucket_size as u64,
@@ -106,6 +110,8 @@ impl Plan {
         let numbers = [
             ("the number of ranks", own.ranks, other.ranks),
             ("the number of model-parallel ranks", own.model_parallel, other.model_parallel),
+            ("the number of pipeline stages", own.pipeline[0], other.pipeline[0]),
+            ("the pipeline stage", own.pipeline[1], other.pipeline[1]),
             ("the number of optimizer groups", own.groups, other.groups),
             ("the alignment of bucket ends", own.end_align, other.end_align),
         ];

@@ -7,9 +7,10 @@ use std::time::Duration;
 
 use gatherflow_kernels::fnv::Fnv;
 use gatherflow_kernels::verdict::Scalars;
+use gatherflow_kernels::work::Copy;
 use gatherflow_kernels::{
     AccessMode, Cause, Collective, CollectiveKey, CollectiveKind, CollectiveOp, Comm, Device, DeviceError, Event,
-    Failure, FailureKind, Lease, LeaseError, Members, OpenOptions, Opened, open,
+    Failure, FailureKind, Lease, LeaseError, Members, OpenOptions, Opened, Work, open,
 };
 use parking_lot::Mutex;
 
@@ -22,7 +23,7 @@ use crate::inline::Inline;
 use crate::issuer::Issuer;
 use crate::lowering::Lowering;
 use crate::machines::Machines;
-use crate::plan::{Across, MODEL_PARALLEL, ParamId, Plan, Purpose, Rank};
+use crate::plan::{Across, ParamId, Pipeline, Plan, PlanError, Purpose, Rank};
 use crate::recorder::Recorder;
 use crate::shell::{ActorThread, Directory};
 use crate::supervisor::SupervisorMsg;
@@ -72,22 +73,28 @@ fn start(
     if plan.ranks() != seat.ranks() {
         return Err(fail(format!("the plan is for {} ranks but there are {}", plan.ranks(), seat.ranks())));
     }
+    if config.driver == Driver::Inline && plan.pipeline().stages > 1 {
+        return Err(fail(
+            "the inline driver runs ranks one after the other, so that stages of a pipeline cannot meet".into(),
+        ));
+    }
     if config.driver == Driver::Inline && options.device != "null" {
         return Err(fail(format!("the inline driver runs on the null device only, not on {:?}", options.device)));
     }
+    let plan = join_stages(plan, &control, config.deadlines.start_up)?;
     let (device, mut comm) = (opened.device, opened.comm);
     let lowering = Lowering::new(&plan, rank, device.as_ref(), config.rule, config.scaler).map_err(device_error)?;
     let streams = Streams::of(device.as_ref()).map_err(device_error)?;
     initialise(rank, &plan, &config, &lowering, device.as_ref(), init)?;
 
-    let mut lines = agreement(&plan, &config);
+    let mut lines = agreement(&plan, rank, &config);
     let hash_error = |e: LeaseError| fail(e.to_string());
     match config.start_params {
         StartParams::Check => {
             let hashes = parameter_hashes("initial parameters", &plan, &lowering, device.as_ref());
             lines.extend(hashes.map_err(hash_error)?);
         }
-        StartParams::Broadcast if plan.model_parallel() > 1 => {
+        StartParams::Broadcast if plan.tensor_parallel() > 1 => {
             lines.push(sources_agree(&plan, rank, &lowering, device.as_ref()).map_err(hash_error)?);
         }
         StartParams::Broadcast => {}
@@ -97,7 +104,9 @@ fn start(
         control.meet(lines, config.deadlines.start_up)?;
     }
     let seq = match config.start_params {
-        StartParams::Broadcast => broadcast(&plan, &lowering, streams, &mut comm).map_err(device_error)?,
+        StartParams::Broadcast => {
+            broadcast(&plan, &lowering, streams, device.as_ref(), &mut comm).map_err(device_error)?
+        }
         StartParams::Check => 0,
     };
     let started = make_masters(&plan, &lowering, streams, device.as_ref()).map_err(device_error)?;
@@ -192,6 +201,20 @@ fn start_actors(
     }
 }
 
+/// The plan as part of a job of several pipeline stages, whose ranks show each other what they have planned.
+fn join_stages(plan: Arc<Plan>, control: &Control, limit: Duration) -> Result<Arc<Plan>, Cause> {
+    let Pipeline { stages, .. } = plan.pipeline();
+    if stages == 1 {
+        return Ok(plan);
+    }
+    let shown = control.show(division_line(&plan), &plan, limit)?;
+    // The first rank of each stage speaks for it; that the others have the same plan is compared with everything else.
+    let first = |stage: usize| shown[stage * plan.tensor_parallel()].clone();
+    let joined = plan.joined((0..stages).map(first).collect());
+    let refused = |e: PlanError| Arc::new(Failure::new(FailureKind::StartUp, control.rank(), e.to_string()));
+    joined.map(Arc::new).map_err(refused)
+}
+
 /// Fills all parameters, copies as the first of them, and the scalars of the first step.
 fn initialise(
     rank: usize,
@@ -221,11 +244,17 @@ fn initialise(
 /// Every model-parallel rank's parameters are broadcast from ranks of its own: what all of them hold must be the same there.
 fn sources_agree(plan: &Plan, rank: usize, lowering: &Lowering, device: &dyn Device) -> Result<Line, LeaseError> {
     let sources = plan.params().iter().filter(|p| !p.tensor_parallel && plan.is_source(Rank(rank), p));
-    hash_line("initial parameters", MODEL_PARALLEL, sources.map(|p| p.id), lowering, device)
+    hash_line("initial parameters", plan.model_parallel_group(), sources.map(|p| p.id), lowering, device)
 }
 
-/// The first rank's parameters to all ranks that hold the same. Returns how many collectives that took.
-fn broadcast(plan: &Plan, lowering: &Lowering, streams: Streams, comm: &mut Comm) -> Result<u64, DeviceError> {
+/// The first rank's parameters to all ranks that hold the same. Returns the number of the next collective.
+fn broadcast(
+    plan: &Plan,
+    lowering: &Lowering,
+    streams: Streams,
+    device: &dyn Device,
+    comm: &mut Comm,
+) -> Result<u64, DeviceError> {
     let mut seq = 0;
     if plan.ranks() == 1 {
         return Ok(seq);
@@ -255,7 +284,26 @@ fn broadcast(plan: &Plan, lowering: &Lowering, streams: Streams, comm: &mut Comm
         comm.issue(streams.gather, Collective::new(key, lowering.members(group).clone(), op))?;
         seq += 1;
     }
-    Ok(seq)
+    let numbers = plan.numbers();
+    for (weight, bucket) in plan.staged_here() {
+        let memory = lowering.bucket(bucket);
+        let key = CollectiveKey {
+            seq: numbers.start + weight as u64,
+            kind: CollectiveKind::StartUp,
+            bucket: CollectiveKey::NO_BUCKET,
+            bytes: memory.params.bytes() as u64,
+            dtype: memory.dtype,
+            version: 0,
+            group: plan.staged_group(weight),
+        };
+        let op = CollectiveOp::Broadcast { range: memory.params, root: 0 };
+        comm.issue(streams.gather, Collective::new(key, lowering.members(key.group).clone(), op))?;
+        for copy in plan.copies().iter().filter(|set| set[0] == bucket).flat_map(|set| &set[1..]) {
+            let dst = lowering.bucket(*copy).params;
+            device.enqueue(streams.gather, Work::Copy(Copy { src: memory.params, dst }))?;
+        }
+    }
+    Ok(numbers.start + numbers.staged)
 }
 
 /// f32 masters of the owned 16-bit parameters, once those are shared. Returns the event behind them.
@@ -289,26 +337,29 @@ fn start_failure(rank: usize, error: DeviceError) -> Cause {
     }
 }
 
-/// What must be the same on every rank. Overlap modes and credits need not be: they decide when, never which.
-fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
-    let mut lines = vec![Line::new("number of parameters", plan.params().len().to_string())];
+/// What must be the same on every rank, or on every one of its pipeline stage. Overlap modes and credits need not be: they decide
+/// when, never which.
+fn agreement(plan: &Plan, rank: usize, config: &SessionConfig) -> Agreement {
+    let stage = plan.stage_members(Rank(rank));
+    let of_stage = |what: String, value: String| Line { among: stage.clone(), ..Line::new(what, value) };
+    let mut lines = vec![division_line(plan)];
+    lines.push(of_stage("number of parameters".into(), plan.params().len().to_string()));
     for param in plan.params() {
-        lines.push(Line::new(format!("parameter {}", param.name), param.traits()));
+        lines.push(of_stage(format!("parameter {}", param.name), param.traits()));
     }
     for unit in plan.units() {
         let names: Vec<&str> = unit.params.iter().map(|param| plan.param(*param).name.as_str()).collect();
-        lines.push(Line::new(format!("unit {}", unit.name), format!("chunk {}, {}", unit.chunk, names.join(" "))));
+        lines.push(of_stage(format!("unit {}", unit.name), format!("chunk {}, {}", unit.chunk, names.join(" "))));
     }
     lines.extend(config.agree.iter().map(|(what, value)| Line::new(what, value)));
-    lines.push(Line::new("ranks that share a copy of the model", plan.model_parallel().to_string()));
     for group in &plan.shard_groups()[1..] {
         let value = format!("{} ranks, {:?}, average over {}", group.ranks, group.across, group.average_over);
-        lines.push(Line::new(format!("shard group {}", group.name.as_deref().unwrap_or_default()), value));
+        lines.push(of_stage(format!("shard group {}", group.name.as_deref().unwrap_or_default()), value));
     }
-    lines.push(Line::new("bucket size", plan.bucket_size().to_string()));
+    lines.push(of_stage("bucket size".into(), plan.bucket_size().to_string()));
     lines.push(Line::new("where parameters start and buckets end (`layout`)", format!("{:?}", plan.alignment())));
-    lines.push(Line::new("calls that gather (`gather_group_bytes`)", plan.calls().to_string()));
-    lines.push(Line::new("plan", format!("{:016x}", plan.fingerprint())));
+    lines.push(of_stage("calls that gather (`gather_group_bytes`)".into(), plan.calls().to_string()));
+    lines.push(of_stage("plan".into(), format!("{:016x}", plan.fingerprint())));
     lines.push(Line::new("averaging, clipping and policies", format!("{:?}", config.rule)));
     lines.push(Line::new("check_for_nan_in_grad", config.check_for_nan_in_grad.to_string()));
     lines.push(Line::new("skip", format!("{:?}", config.skip)));
@@ -317,6 +368,13 @@ fn agreement(plan: &Plan, config: &SessionConfig) -> Agreement {
     lines.push(Line::new("check_order_every", config.check_order_every.to_string()));
     lines.push(Line::new("start_params", format!("{:?}", config.start_params)));
     lines
+}
+
+/// How the model is divided among ranks: what they must agree on before anything else.
+fn division_line(plan: &Plan) -> Line {
+    let (ranks, stages) = (plan.model_parallel(), plan.pipeline().stages);
+    let value = if stages > 1 { format!("{ranks} in {stages} pipeline stages") } else { ranks.to_string() };
+    Line::new("ranks that share a copy of the model", value)
 }
 
 /// Hashes of parameters, apart for those that other ranks hold alike. `what` names them.

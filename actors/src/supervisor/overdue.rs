@@ -90,11 +90,11 @@ pub fn overdue(
 ) -> Option<Failure> {
     let failure = |kind, who: usize, message: String| {
         let failure = Failure::new(kind, who, message);
-        Some(match (key.kind, key.bucket) {
+        Some(match (key.kind, key.of_bucket()) {
             (CollectiveKind::StartUp, _) => failure,
-            (_, CollectiveKey::NO_BUCKET) => failure.at_step(key.version),
-            (CollectiveKind::Gather, bucket) => failure.at_step(key.version - 1).in_bucket(bucket),
-            (_, bucket) => failure.at_step(key.version).in_bucket(bucket),
+            (_, None) => failure.at_step(key.version),
+            (CollectiveKind::Gather, Some(bucket)) => failure.at_step(key.version - 1).in_bucket(bucket),
+            (_, Some(bucket)) => failure.at_step(key.version).in_bucket(bucket),
         })
     };
     let past = |since: u64, limit: Duration| u128::from(now_ns.saturating_sub(since)) > limit.as_nanos();

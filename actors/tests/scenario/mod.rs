@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use gatherflow_actors::plan::{
-    Across, Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Plan, PlanInput, ShardGroupSpec, Storage, SumOver,
-    UnitId, UnitSpec,
+    Across, Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Pipeline, Plan, PlanInput, ShardGroupSpec, Storage,
+    SumOver, UnitId, UnitSpec,
 };
 use gatherflow_actors::{
     Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig, Skip,
@@ -181,6 +181,7 @@ impl Shape {
             alignment: Alignment::default(),
             storage: self.storage,
             model_parallel: self.model_parallel,
+            pipeline: Pipeline::default(),
             shard_groups: vec![
                 group("replicas", self.group_ranks[0], Across::Replicas),
                 group("experts", self.group_ranks[1], Across::Experts),

@@ -116,7 +116,8 @@ impl<'a> Program<'a> {
         }
     }
 
-    /// Every collective is on every member and the same there, and what goes on under one number is the same in all groups.
+    /// Every collective is on every member and the same there, and what goes on under one number is the same in all parts of a
+    /// division.
     fn compare_ranks(&self, findings: &mut Findings<'_>) {
         let mut counted = None;
         for ((seq, members), points) in &self.collectives {
@@ -143,7 +144,8 @@ impl<'a> Program<'a> {
             let other_groups =
                 self.collectives.range((seq, Members::ALL)..).take_while(|((other, _), _)| *other == seq);
             let firsts = other_groups.filter_map(|(_, points)| points.first()).filter(|_| first_group);
-            for point in points[1..].iter().chain(firsts) {
+            let alike = |point: &&Point| self.collective(**point).is_some_and(|c| c.key.group == theirs.key.group);
+            for point in points[1..].iter().chain(firsts.filter(alike)) {
                 let Some(mine) = self.collective(*point) else { continue };
                 if mine.key != theirs.key || discriminant(&mine.op) != discriminant(&theirs.op) {
                     differs.push(self.place(*point));

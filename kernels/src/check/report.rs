@@ -251,7 +251,7 @@ impl<'a> Findings<'a> {
             CollectiveKind::Reduce => self.summary.reduces += 1,
             CollectiveKind::Small => self.summary.smalls += 1,
             CollectiveKind::Gather => self.summary.gathers += 1,
-            CollectiveKind::Sum => self.summary.sums += 1,
+            CollectiveKind::Sum | CollectiveKind::StagedSum => self.summary.sums += 1,
         }
     }
 

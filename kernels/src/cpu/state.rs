@@ -186,9 +186,11 @@ impl State {
 /// The failure with the step and bucket of a collective. The gather of version `k` belongs to the step before it.
 fn located(mut failure: Failure, key: &CollectiveKey) -> Failure {
     failure.message = format!("{key} failed: {}", failure.message);
-    failure.bucket = (key.bucket != CollectiveKey::NO_BUCKET).then_some(key.bucket);
+    failure.bucket = key.of_bucket();
     failure.step = match key.kind {
-        CollectiveKind::Reduce | CollectiveKind::Small | CollectiveKind::Sum => Some(key.version),
+        CollectiveKind::Reduce | CollectiveKind::Small | CollectiveKind::Sum | CollectiveKind::StagedSum => {
+            Some(key.version)
+        }
         CollectiveKind::Gather => key.version.checked_sub(1),
         CollectiveKind::StartUp => None,
     };
