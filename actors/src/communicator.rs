@@ -255,8 +255,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::plan::JOB;
-    use crate::sequence::WireBucket;
+    use crate::plan::{JOB, Numbers};
+    use crate::sequence::{WireBucket, WireStaged};
     use gatherflow_kernels::DType;
 
     /// Over three buckets; the gather order is 0, 1, 2.
@@ -336,6 +336,21 @@ mod tests {
                 assert_eq!(issued, order, "{reduces:?} {gathers:?}");
             }
         }
+    }
+
+    #[test]
+    fn sums_over_stages_wait_for_all_reduces_and_go_by_weight() {
+        let numbers = Numbers { start: 0, reduces: 5, staged: 3, gathers: 3 };
+        let sum = |weight| WireStaged { weight, shard_bytes: 4, group: 8 };
+        let mut c = communicator(0);
+        c.sequence = c.sequence.clone().staged(vec![sum(0), sum(2)], numbers);
+        let ask = |step, weight| CommunicatorMsg::StagedSum { step, weight, after: vec![] };
+        assert!(say(&mut c, ask(0, 2)).is_empty());
+        let twice = c.on(ask(0, 2), &mut Vec::new()).unwrap_err().to_string();
+        assert!(twice.contains("StagedSum"), "{twice}");
+        say(&mut c, small(0));
+        reduces_of(&mut c, 0);
+        assert_eq!(say(&mut c, ask(0, 0)), ["5:stagedsum 0", "7:stagedsum 2", "8:small"]);
     }
 
     #[test]
@@ -455,6 +470,7 @@ mod tests {
         };
         assert!(told(CollectiveKind::Reduce, 1).contains("Bucket(BucketId(1), ReduceIssued { step: 3"));
         assert!(told(CollectiveKind::Gather, 2).contains("Bucket(BucketId(2), GatherIssued { version: 3"));
+        assert!(told(CollectiveKind::StagedSum, 4).contains("Optimizer(StagedSummed { step: 3, weight: 4"));
         assert!(told(CollectiveKind::Small, CollectiveKey::NO_BUCKET).contains("Optimizer(SmallIssued { step: 3"));
     }
 

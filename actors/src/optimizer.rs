@@ -24,7 +24,8 @@ use gatherflow_kernels::verdict::{HostVerdict, StepReport};
 use crate::action::{Action, After, Edge, Letter, Machine, Op, Publication, StepOutcome, WrongTransition};
 use crate::bucket::BucketMsg;
 use crate::communicator::CommunicatorMsg;
-use crate::copies::{Copies, CopySet};
+use crate::copies::Copies;
+pub use crate::copies::CopySet;
 use crate::plan::{BucketId, ParamId};
 use crate::prehook::PreHookMsg;
 

@@ -248,7 +248,7 @@ impl Sequence {
         let behind_reduces = self.base + self.numbers.reduces;
         match phase {
             Phase::Staged(i) => {
-                self.seq = behind_reduces + self.staged.get(i as usize).map_or(0, |sum| sum.weight.into())
+                self.seq = behind_reduces + self.staged.get(i as usize).map_or(0, |sum| sum.weight.into());
             }
             Phase::Small => self.seq = behind_reduces + self.numbers.staged,
             Phase::Reduces(_) | Phase::Sums(..) | Phase::Verdict | Phase::Gathers(_) => {}

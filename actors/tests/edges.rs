@@ -19,6 +19,8 @@ fn check(scenario: &Scenario) -> Result<Summary, Violations> {
     let run = scenario.run_on_null();
     let order: Vec<u32> = run.plan.gather_order().iter().map(|b| b.0).collect();
     let ahead = match scenario.overlap {
+        // Each stage has an order of its own.
+        _ if scenario.shape.stages > 1 => RunAhead::Any,
         Overlap::None => RunAhead::Any,
         Overlap::Chain => RunAhead::Chain { order },
         Overlap::Window => RunAhead::Window { order, credits: scenario.credits },
@@ -64,11 +66,28 @@ fn a_plain_run_is_clean_in_every_mode_and_storage() {
 }
 
 #[test]
+fn stages_are_clean_in_every_mode_and_storage() {
+    let modes = [Overlap::None, Overlap::Chain, Overlap::Window];
+    for (overlap, storage) in modes.into_iter().flat_map(|mode| STORAGES.map(|storage| (mode, storage))) {
+        for (skip, skipped) in [(Skip::Host, vec![2]), (Skip::Device, vec![0, 2])] {
+            let scenario = Scenario { shape: Shape::staged(), overlap, skip, skipped, ..Scenario::plain() };
+            let scenario = scenario.stored(storage);
+            let summary = check(&scenario).unwrap_or_else(|v| panic!("{overlap:?}, {storage}: {v}"));
+            let steps = scenario.steps as usize;
+            // Two weights over stages; one parameter of the second stage is summed over its ranks, under the number of another sum or
+            // reduce of the first.
+            assert!(summary.sums >= 2 * steps && summary.smalls == steps, "{overlap:?}: {summary:?}");
+        }
+    }
+}
+
+#[test]
 fn leaving_out_the_waits_of_any_edge_is_found() {
     let thorough = |storage, edge| {
         let mut scenario = Scenario::thorough().stored(storage);
         if edge == Edge::T0 {
-            scenario = Scenario { shape: Shape::grouped(), ..scenario }.stored(storage);
+            let shape = [Shape::grouped(), Shape::staged()][usize::from(storage == Storage::Shared)].clone();
+            scenario = Scenario { shape, ..scenario }.stored(storage);
         } else if storage == Storage::Shared {
             // Adam writes staging shards, which nobody reads, and f32 parameters where the model reads them.
             scenario.shape.dtype[0] = DType::F32;

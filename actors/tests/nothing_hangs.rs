@@ -14,8 +14,8 @@ use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
 use drills::{
-    End, LIMIT, Part, a_new_session_works, actors, alone, at_message, at_work, in_calls, in_groups, messages,
-    nothing_is_left, one_cause, run, scenario,
+    End, LIMIT, Part, a_new_session_works, actors, alone, at_message, at_work, in_calls, in_groups, in_stages,
+    messages, nothing_is_left, one_cause, run, scenario,
 };
 use gatherflow_actors::drill::Fault;
 use gatherflow_actors::plan::Storage;
@@ -60,9 +60,9 @@ fn every_message(scenario: &Scenario, text: &str, fault: &Fault) {
 }
 
 /// Plain ones, and what has more collectives; in one of them steps run ahead of their verdicts.
-fn scenarios() -> [Scenario; 4] {
+fn scenarios() -> [Scenario; 5] {
     let on_the_device = Scenario { skip: Skip::Device, check_for_nan_in_grad: true, reads_scale: true, ..in_calls(2) };
-    [scenario(2), scenario(3), on_the_device, in_groups()]
+    [scenario(2), scenario(3), on_the_device, in_groups(), in_stages()]
 }
 
 #[test]
@@ -93,17 +93,20 @@ fn an_actor_thread_that_ends_at_any_message_ends_every_wait_on_every_rank() {
 fn every_work(inject: &Inject, expect: &dyn Fn(&str, &Cause)) {
     for scenario in scenarios() {
         let ranks = scenario.shape.ranks;
-        let mut parts = vec![Part::default(); ranks];
-        let (hook, count) = at_work(u64::MAX, Inject::Nothing);
-        parts[ranks - 1].before_work = Some(hook);
-        run("counting work", &scenario, "cpu", parts);
-        let count = count.load(Ordering::SeqCst);
-        assert!(count > 40, "{count}");
-        // The last step's work may be over before anybody looks.
-        let must_fail = count * 2 / 3 - 4;
-        for nth in 0..count {
-            let label = format!("{ranks} ranks, {inject:?} before work {nth} of {count}");
+        let hooks = || at_work(u64::MAX, Inject::Nothing);
+        let (hooks, counts): (Vec<_>, Vec<_>) = (0..ranks).map(|_| hooks()).unzip();
+        let counting = |hook| Part { before_work: Some(hook), ..Part::default() };
+        run("counting work", &scenario, "cpu", hooks.into_iter().map(counting).collect());
+        let counts: Vec<u64> = counts.iter().map(|count| count.load(Ordering::SeqCst)).collect();
+        let most = counts.iter().copied().max().unwrap_or(0);
+        assert!(most > 40, "{counts:?}");
+        for nth in 0..most {
             let drilled = nth as usize % ranks;
+            // Stages have different work.
+            let count = counts[drilled];
+            let label = format!("{ranks} ranks, {inject:?} before work {nth} of {count} of rank {drilled}");
+            // The last step's work may be over before anybody looks.
+            let must_fail = count * 2 / 3 - 4;
             let mut parts = vec![Part::default(); ranks];
             parts[drilled].before_work = Some(at_work(nth, inject.clone()).0);
             let ends = run(&label, &scenario, "cpu", parts);
@@ -189,8 +192,11 @@ fn a_soak_of_random_faults_hangs_nowhere() {
 
 fn soak(seed: u64) {
     let mut draw = Draw::new(seed);
-    let grouped = draw.chance(25);
-    let mut scenario = if grouped { in_groups() } else { scenario(1 + draw.below(4)) };
+    let mut scenario = match draw.below(8) {
+        0 | 1 => in_groups(),
+        2 => in_stages(),
+        _ => scenario(1 + draw.below(4)),
+    };
     let ranks = scenario.shape.ranks;
     scenario.overlap = [Overlap::None, Overlap::Chain, Overlap::Window][draw.below(3)];
     scenario.first_gather = [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)];

@@ -162,6 +162,11 @@ impl Config {
 
     /// The pipeline stage of a rank, whose chunks its model has: of the ranks that share a copy of the model, the first
     /// `model_parallel / pipeline_parallel` are stage 0, and so on.
+    ///
+    /// ```
+    /// let config = gatherflow::Config::new().model_parallel(4).pipeline_parallel(2);
+    /// assert_eq!([0, 1, 2, 3, 4].map(|rank| config.stage_of(rank)), [0, 0, 1, 1, 0]);
+    /// ```
     pub fn stage_of(&self, rank: usize) -> usize {
         let share = self.model_parallel.max(1);
         (rank % share).saturating_mul(self.pipeline_parallel) / share

@@ -56,6 +56,11 @@ impl Plan {
         Ok(joined)
     }
 
+    /// Whether it knows of all stages there are.
+    pub fn is_joined(&self) -> bool {
+        self.pipeline.stages == 1 || !self.stages.is_empty()
+    }
+
     /// Weights with trained copies on several stages; none in a plan that was not [joined](Plan::joined).
     pub fn staged(&self) -> &[StagedWeight] {
         &self.staged

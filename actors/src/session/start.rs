@@ -73,10 +73,8 @@ fn start(
     if plan.ranks() != seat.ranks() {
         return Err(fail(format!("the plan is for {} ranks but there are {}", plan.ranks(), seat.ranks())));
     }
-    if config.driver == Driver::Inline && plan.pipeline().stages > 1 {
-        return Err(fail(
-            "the inline driver runs ranks one after the other, so that stages of a pipeline cannot meet".into(),
-        ));
+    if config.driver == Driver::Inline && !plan.is_joined() {
+        return Err(fail("the inline driver runs ranks one after the other: pipeline stages cannot meet there".into()));
     }
     if config.driver == Driver::Inline && options.device != "null" {
         return Err(fail(format!("the inline driver runs on the null device only, not on {:?}", options.device)));
@@ -203,10 +201,10 @@ fn start_actors(
 
 /// The plan as part of a job of several pipeline stages, whose ranks show each other what they have planned.
 fn join_stages(plan: Arc<Plan>, control: &Control, limit: Duration) -> Result<Arc<Plan>, Cause> {
-    let Pipeline { stages, .. } = plan.pipeline();
-    if stages == 1 {
+    if plan.is_joined() {
         return Ok(plan);
     }
+    let Pipeline { stages, .. } = plan.pipeline();
     let shown = control.show(division_line(&plan), &plan, limit)?;
     // The first rank of each stage speaks for it; that the others have the same plan is compared with everything else.
     let first = |stage: usize| shown[stage * plan.tensor_parallel()].clone();

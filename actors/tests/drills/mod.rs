@@ -142,6 +142,16 @@ pub fn in_groups() -> Scenario {
     scenario
 }
 
+/// Two stages of two ranks each, with copies of a weight on both and two parameters more on the first.
+pub fn in_stages() -> Scenario {
+    let mut scenario = scenario(4);
+    let regular = Shape::regular(4, 4, 1, 100, 100);
+    let shared = vec![Some(0), None, None, Some(0)];
+    let units = vec![vec![0], vec![1, 2], vec![3]];
+    scenario.shape = Shape { model_parallel: 2, stages: 2, shared, units, ..regular };
+    scenario
+}
+
 /// Runs all ranks; `parts` has one entry per rank.
 pub fn run(label: &str, scenario: &Scenario, device: &'static str, parts: Vec<Part>) -> Vec<End> {
     run_over(label, scenario, device, parts, DEADLINES, None)
@@ -156,13 +166,13 @@ pub fn run_over(
     deadlines: Deadlines,
     link: Option<Link>,
 ) -> Vec<End> {
-    let plan = Arc::new(scenario.plan());
+    let plans = scenario.plans();
     let seats = Ranks::local(parts.len(), link).expect("ranks");
     let count = parts.len();
     let (sender, ends) = channel();
     for (seat, part) in seats.into_iter().zip(parts) {
         let (scenario, sender) = (scenario.clone(), sender.clone());
-        let plan = part.plan.clone().unwrap_or_else(|| plan.clone());
+        let plan = part.plan.clone().unwrap_or_else(|| plans[seat.rank()].clone());
         std::thread::spawn(move || {
             let rank = seat.rank();
             let run = std::panic::AssertUnwindSafe(|| one_rank(&scenario, seat, &plan, device, &part, deadlines));

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use gatherflow_actors::plan::{
-    Across, Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Pipeline, Plan, PlanInput, ShardGroupSpec, Storage,
-    SumOver, UnitId, UnitSpec,
+    Across, Alignment, Bucketing, ChunkSpec, ParamId, ParamSpec, Pipeline, Plan, PlanInput, Rank, ShardGroupSpec,
+    Storage, SumOver, UnitId, UnitSpec,
 };
 use gatherflow_actors::{
     Credits, Deadlines, Driver, Edge, FirstGather, Group, LrRow, Overlap, Ranks, Seat, Session, SessionConfig, Skip,
@@ -53,6 +53,8 @@ impl Draw {
 pub struct Shape {
     pub ranks: usize,
     pub model_parallel: usize,
+    /// Pipeline stages among those that share a copy of the model; each has a run of the units.
+    pub stages: usize,
     /// Per unit, its parameters.
     pub units: Vec<Vec<usize>>,
     pub numel: Vec<usize>,
@@ -76,6 +78,7 @@ impl Shape {
         Self {
             ranks,
             model_parallel: 1,
+            stages: 1,
             units: (0..units).map(|u| (u * per_unit..(u + 1) * per_unit).collect()).collect(),
             numel: vec![numel; params],
             dtype: vec![DType::Bf16; params],
@@ -100,6 +103,15 @@ impl Shape {
         Self { model_parallel: 2, shard_group, shared, summed, group_ranks: [2; 2], ..regular }
     }
 
+    /// Two copies of the model on four ranks each, two on either of two stages, with copies of four weights: two on both stages,
+    /// and one of these twice on the last, in another order.
+    pub fn staged() -> Self {
+        let regular = Self::regular(8, 6, 2, 100, 100);
+        let shared = [0, 1, 9, 9, 3, 3, 1, 9, 0, 0, 9, 9].map(|weight| (weight < 9).then_some(weight));
+        let summed = (0..12).map(|i| i == 7).collect();
+        Self { model_parallel: 4, stages: 2, shared: shared.into(), summed, ..regular }
+    }
+
     pub fn draw(seed: u64) -> Self {
         let mut draw = Draw::new(seed);
         let units = 1 + draw.below(6);
@@ -109,6 +121,7 @@ impl Shape {
         let mut shape = Self {
             ranks: d * model_parallel,
             model_parallel,
+            stages: 1,
             shard_group: Vec::new(),
             shared: Vec::new(),
             summed: Vec::new(),
@@ -143,6 +156,11 @@ impl Shape {
             }
             shape.units.push(members);
         }
+        // As many stages as there are units for.
+        if draw.chance(40) {
+            let stages = [1, 2, 3].into_iter().filter(|n| model_parallel % n == 0 && *n <= units);
+            shape.stages = stages.max().unwrap_or(1);
+        }
         shape
     }
 
@@ -158,8 +176,22 @@ impl Shape {
         self.summed[newest] = self.summed[other];
     }
 
+    /// The stage of a unit.
+    fn stage_of(&self, unit: usize) -> usize {
+        unit * self.stages / self.units.len()
+    }
+
+    /// The plan of the first stage, or the only one.
     pub fn plan(&self) -> Plan {
-        let params = (0..self.numel.len()).map(|i| {
+        self.plan_of(0)
+    }
+
+    /// The plan of a stage, which has the parameters that its units are the first to have.
+    fn plan_of(&self, stage: usize) -> Plan {
+        let first_user = |param: usize| self.units.iter().position(|unit| unit.contains(&param)).expect("a user");
+        let here: Vec<usize> =
+            (0..self.numel.len()).filter(|param| self.stage_of(first_user(*param)) == stage).collect();
+        let params = here.iter().map(|&i| {
             let mut param = ParamSpec::new(format!("p{i}"), [self.numel[i]], self.dtype[i]);
             param.trainable = self.trainable[i];
             param.shard_group = self.shard_group[i];
@@ -169,11 +201,16 @@ impl Shape {
         });
         let unit = |(i, members): (usize, &Vec<usize>)| UnitSpec {
             name: format!("u{i}"),
-            params: members.iter().map(|p| ParamId(*p as u32)).collect(),
+            params: members
+                .iter()
+                .filter_map(|p| here.iter().position(|here| here == p))
+                .map(ParamId::from_index)
+                .collect(),
         };
+        let units = self.units.iter().enumerate().filter(|(i, _)| self.stage_of(*i) == stage);
         let group = |name: &str, ranks, across| ShardGroupSpec { name: name.into(), ranks, across, average_over: None };
         let input = PlanInput {
-            chunks: vec![ChunkSpec { units: self.units.iter().enumerate().map(unit).collect() }],
+            chunks: vec![ChunkSpec { units: units.map(unit).collect() }],
             ranks: self.ranks,
             params: params.collect(),
             groups: 1,
@@ -181,7 +218,7 @@ impl Shape {
             alignment: Alignment::default(),
             storage: self.storage,
             model_parallel: self.model_parallel,
-            pipeline: Pipeline::default(),
+            pipeline: Pipeline { stage, stages: self.stages },
             shard_groups: vec![
                 group("replicas", self.group_ranks[0], Across::Replicas),
                 group("experts", self.group_ranks[1], Across::Experts),
@@ -306,6 +343,13 @@ impl Scenario {
         self.shape.plan().with_gather_calls(self.call_bytes)
     }
 
+    /// The plan of each rank, before stages were joined.
+    pub fn plans(&self) -> Vec<Arc<Plan>> {
+        let of_stage = |stage| Arc::new(self.shape.plan_of(stage).with_gather_calls(self.call_bytes));
+        let plans: Vec<_> = (0..self.shape.stages).map(of_stage).collect();
+        (0..self.shape.ranks).map(|rank| plans[plans[0].stage_of(Rank(rank))].clone()).collect()
+    }
+
     pub fn config(&self, driver: Driver) -> SessionConfig {
         SessionConfig {
             agree: Vec::new(),
@@ -340,10 +384,18 @@ impl Scenario {
 
     /// Every rank in turn, by the plain loop, on the null device.
     pub fn run_on_null(&self) -> Run {
-        let plan = Arc::new(self.plan());
         let seats = Ranks::local(self.shape.ranks, None).expect("ranks");
-        let mut run = Run { plan: plan.clone(), logs: Vec::new(), digests: Vec::new(), shard_bytes: Vec::new() };
+        let plans = self.plans();
+        let stages = (0..self.shape.stages).map(|stage| plans.iter().find(|plan| plan.pipeline().stage == stage));
+        let stages: Vec<Arc<Plan>> = stages.flatten().cloned().collect();
+        let join = |plan: &Arc<Plan>| match self.shape.stages {
+            1 => plan.clone(),
+            _ => Arc::new(plan.joined(stages.clone()).expect("stages of one model")),
+        };
+        let plan = join(&plans[0]);
+        let mut run = Run { plan, logs: Vec::new(), digests: Vec::new(), shard_bytes: Vec::new() };
         for seat in seats {
+            let plan = join(&plans[seat.rank()]);
             let session = self.start(seat, &plan, Driver::Inline, "null");
             if run.shard_bytes.is_empty() {
                 run.shard_bytes = shard_bytes(&plan, &session);

@@ -8,10 +8,10 @@ use gatherflow_actors::action::{Action, Letter, Op, Publication, WrongTransition
 use gatherflow_actors::bucket::{Bucket, BucketMsg};
 use gatherflow_actors::communicator::{Communicator, CommunicatorMsg};
 use gatherflow_actors::control::ControlMsg;
-use gatherflow_actors::optimizer::{Optimizer, OptimizerMsg};
-use gatherflow_actors::plan::BucketId;
+use gatherflow_actors::optimizer::{CopySet, Optimizer, OptimizerMsg};
+use gatherflow_actors::plan::{BucketId, Numbers};
 use gatherflow_actors::prehook::{PreHook, PreHookMsg};
-use gatherflow_actors::sequence::{Sequence, WireBucket};
+use gatherflow_actors::sequence::{Sequence, WireBucket, WireStaged};
 use gatherflow_actors::supervisor::{Supervisor, SupervisorMsg};
 use gatherflow_actors::{Credits, FirstGather, Group, Overlap, Skip};
 use gatherflow_kernels::adam::AdamRows;
@@ -104,7 +104,17 @@ impl Rank {
             sums: [0; 2],
         };
         let wire = |bucket: usize| if bucket == SUMMED { WireBucket { sums: [2, 0], ..wire } } else { wire };
-        let sequence = Sequence::new(order.clone(), (0..n).map(wire).collect(), 128, 0);
+        let mut sequence = Sequence::new(order.clone(), (0..n).map(wire).collect(), 128, 0);
+        // The first and the last bucket are copies of one weight, which other stages have too.
+        let mut copies = Vec::new();
+        if n > 1 {
+            let buckets = vec![BucketId(0), BucketId::from_index(n - 1)];
+            copies.push(CopySet { buckets, staged: Some(0) });
+            // An event's number is how many collectives must be issued for it: none is left out.
+            let sums = u64::from(n > SUMMED);
+            let numbers = Numbers { start: 0, reduces: n as u64 + sums, staged: 1, gathers: n as u64 };
+            sequence = sequence.staged(vec![WireStaged { weight: 0, shard_bytes: 4, group: 4 }], numbers);
+        }
         let bucket = |id: usize| {
             let members = setup.members[setup.position(BucketId::from_index(id))];
             let bucket = Bucket::new(BucketId::from_index(id), members, setup.overlap_grad_reduce, Event::done(0));
@@ -117,8 +127,6 @@ impl Rank {
         let first = if planted(Fault::NeverShut) { FirstGather::Step } else { setup.first_gather[me] };
         let prehook = PreHook::new(order.clone(), vec![4; n], mode, credits, setup.ranks() > 1).starting(first);
         let skip = if planted(Fault::HostDecides) { Skip::Host } else { setup.skip };
-        // The first and the last bucket are copies of one weight.
-        let copies = if n > 1 { vec![vec![BucketId(0), BucketId::from_index(n - 1)]] } else { Vec::new() };
         let optimizer = Optimizer::new(vec![Group::default()], order).deciding(skip).summing(copies);
         Self {
             setup: setup.clone(),
@@ -488,6 +496,9 @@ impl Rank {
                 let sum = (self.setup.bucket_at(p).0 as usize == SUMMED).then_some(sum);
                 std::iter::once(named(CollectiveKind::Reduce, p, step)).chain(sum)
             }));
+            if self.setup.buckets() > 1 {
+                expected.push((CollectiveKind::StagedSum, 0, step));
+            }
             expected.push((CollectiveKind::Small, CollectiveKey::NO_BUCKET, step));
             if self.setup.gathered(step) {
                 expected.extend(positions.map(|p| named(CollectiveKind::Gather, p, step + 1)));
