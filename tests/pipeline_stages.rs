@@ -12,6 +12,7 @@ use gatherflow::{
 
 /// A parameter in a unit of its own.
 #[derive(Clone, Copy)]
+#[allow(clippy::struct_excessive_bools)] // marks of their own
 struct P {
     name: &'static str,
     numel: usize,

@@ -165,7 +165,8 @@ impl Plan {
             (false, true) => (self.group_number(0), None),
             (false, false) => (self.number(STAGE), None),
         };
-        let staged = self.staged_here().find(|(_, bucket)| param.home.bucket() == Some(*bucket));
+        let bucket = param.home.bucket().filter(|_| param.shared.is_some());
+        let staged = bucket.and_then(|own| self.staged_here().find(|(_, bucket)| *bucket == own));
         let across = staged.map(|(weight, _)| self.staged_group(weight));
         std::iter::once(first).chain(second).chain(across)
     }

@@ -46,7 +46,7 @@ impl Plan {
     pub fn joined(&self, plans: Vec<Arc<Self>>) -> Result<Self, PlanError> {
         let staged = staged(&plans)?;
         let mut joined = self.clone();
-        for param in joined.params.iter_mut().filter(|param| param.first_copy) {
+        for param in joined.params.iter_mut().filter(|param| param.first_copy && param.shared.is_some()) {
             let weight = staged.iter().find(|weight| Some(&weight.shared) == param.shared.as_ref());
             param.first_copy = weight.is_none_or(|weight| weight.stages[0] == self.pipeline.stage);
         }
