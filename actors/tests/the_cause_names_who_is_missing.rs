@@ -11,8 +11,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use drills::{
-    DEADLINES, End, LIMIT, Part, a_new_session_works, alone, at_message, messages, nothing_is_left, one_cause, run,
-    run_over, scenario,
+    DEADLINES, End, LIMIT, Part, a_new_session_works, alone, at_message, in_stages, messages, nothing_is_left,
+    one_cause, run, run_over, scenario,
 };
 use gatherflow_actors::drill::{Drill, Fault};
 use gatherflow_actors::plan::UnitId;
@@ -238,6 +238,24 @@ fn ranks_that_differ_at_the_start_all_hear_the_same_difference() {
     }
     nothing_is_left("start-up");
     a_new_session_works(3);
+}
+
+#[test]
+fn ranks_of_all_stages_hear_of_a_difference_within_one() {
+    let _alone = alone();
+    let staged = in_stages();
+    let (plans, mut other) = (staged.plans(), staged.clone());
+    other.shape.numel[1] = 101;
+    for (plan, says) in [
+        (other.plans()[2].clone(), "rank 0 has parameter p1"),
+        (plans[1].clone(), "the plan is of pipeline stage 1 but rank 2 is of stage 0"),
+    ] {
+        let mut parts = vec![Part::default(); 4];
+        parts[2].plan = Some(plan);
+        let cause = one_cause(says, &run(says, &staged, "cpu", parts));
+        assert!(cause.kind == FailureKind::StartUp && cause.message.contains(says), "{cause}");
+    }
+    nothing_is_left("start-up");
 }
 
 #[test]

@@ -73,6 +73,10 @@ fn start(
     if plan.ranks() != seat.ranks() {
         return Err(fail(format!("the plan is for {} ranks but there are {}", plan.ranks(), seat.ranks())));
     }
+    let (planned, stage) = (plan.pipeline().stage, plan.stage_of(Rank(rank)));
+    if planned != stage {
+        return Err(fail(format!("the plan is of pipeline stage {planned} but rank {rank} is of stage {stage}")));
+    }
     if config.driver == Driver::Inline && !plan.is_joined() {
         return Err(fail("the inline driver runs ranks one after the other: pipeline stages cannot meet there".into()));
     }
