@@ -69,6 +69,8 @@ pub struct Board {
     pub alive_ns: AtomicU64,
     /// It closed or dropped its engine.
     pub left: AtomicBool,
+    /// It left while its thread panicked.
+    panicked: AtomicBool,
     /// 1 + the first collective that it issued and, having left, will never finish; 0 while there is none.
     pub abandoned: AtomicU64,
     /// What it has declared itself busy with.
@@ -80,6 +82,12 @@ pub struct Board {
 }
 
 impl Board {
+    /// How it left, in words for a message that begins with the rank; `None` if it has not.
+    pub fn how_it_left(&self) -> Option<&'static str> {
+        let left = self.left.load(Ordering::SeqCst);
+        left.then(|| if self.panicked.load(Ordering::SeqCst) { "left when its thread panicked" } else { "left" })
+    }
+
     /// What the rank is busy with: of several declarations the one with the latest limit, whether or not that has passed.
     pub fn spell(&self) -> Option<Arc<Spell>> {
         self.spells.lock().iter().max_by_key(|spell| spell.until_ns).cloned()
@@ -368,6 +376,7 @@ impl Control {
     /// This rank goes: its inbox closes and the others hear of it, once.
     pub fn leave(&self) {
         *self.hub.inboxes[self.rank].lock() = Inbox::Gone;
+        self.board().panicked.fetch_or(std::thread::panicking(), Ordering::SeqCst);
         if !self.vanished() && !self.board().left.swap(true, Ordering::SeqCst) {
             self.wake_meeting();
             self.tell_others(&ControlMsg::Left { from: self.rank });
@@ -443,8 +452,8 @@ impl Control {
             let brought = &meeting.rounds[round];
             let failure = match brought.iter().position(Option::is_none) {
                 None => return Ok(brought.iter().flatten().cloned().collect()),
-                Some(rank) if self.hub.boards[rank].left.load(Ordering::SeqCst) => {
-                    let message = format!("rank {rank} left before it came to where the others wait for it");
+                Some(rank) if let Some(left) = self.hub.boards[rank].how_it_left() => {
+                    let message = format!("rank {rank} {left}, before it came to where the others wait for it");
                     Failure::new(FailureKind::RankLost, rank, message)
                 }
                 Some(rank) => {

@@ -174,7 +174,7 @@ impl WatchState {
                     CollectiveKind::Gather => board.begun_gather.load(Ordering::Relaxed),
                     _ => board.begun_reduce.load(Ordering::Relaxed),
                 },
-                left: board.left.load(Ordering::SeqCst),
+                left: board.how_it_left(),
                 abandoned: board.abandoned.load(Ordering::SeqCst).checked_sub(1),
                 progress_ns: seen.1,
                 alive_ns: board.alive_ns.load(Ordering::Relaxed),

@@ -419,9 +419,9 @@ fn await_start(started: &Event, control: &Control, limit: Duration) -> Result<()
             return result;
         }
         waited += slice;
-        let left = control.boards().iter().position(|b| b.left.load(Ordering::SeqCst));
-        if let Some(rank) = left {
-            let message = format!("rank {rank} left during start-up");
+        let left = control.boards().iter().enumerate().find_map(|(rank, board)| Some((rank, board.how_it_left()?)));
+        if let Some((rank, left)) = left {
+            let message = format!("rank {rank} {left}, during start-up");
             return Err(Arc::new(Failure::new(FailureKind::RankLost, rank, message)));
         }
         if waited >= limit {

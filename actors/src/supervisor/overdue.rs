@@ -40,8 +40,8 @@ pub struct PeerView<'a> {
     pub issued: u64,
     /// 1 + the newest collective that its stream for this kind has begun; `u64::MAX` where nobody can tell.
     pub begun: u64,
-    /// It closed or dropped its engine.
-    pub left: bool,
+    /// How it closed or dropped its engine, in words; `None` if it has not.
+    pub left: Option<&'static str>,
     /// The first collective that it issued and, having left, will never finish.
     pub abandoned: Option<u64>,
     /// When it last made progress, on this rank's clock.
@@ -55,7 +55,7 @@ pub struct PeerView<'a> {
 impl<'a> PeerView<'a> {
     /// What it is busy with, if it is the one that is waited for and its limit has not passed.
     fn excuse(&self, key: &CollectiveKey, now_ns: u64) -> Option<&'a Spell> {
-        self.busy.filter(|spell| self.issued <= key.seq && !self.left && now_ns <= spell.until_ns)
+        self.busy.filter(|spell| self.issued <= key.seq && self.left.is_none() && now_ns <= spell.until_ns)
     }
 }
 
@@ -102,13 +102,13 @@ pub fn overdue(
     let views = || peers.iter().enumerate().filter(|(peer, _)| members.slot_of(*peer).is_some());
     for (peer, view) in views().filter(|(peer, _)| *peer != rank) {
         let issued = view.issued > key.seq;
-        if issued && !view.abandoned.is_some_and(|first| view.left && first <= key.seq) {
+        if issued && !view.abandoned.is_some_and(|first| view.left.is_some() && first <= key.seq) {
             continue;
         }
         all_issued = false;
-        if view.left {
+        if let Some(left) = view.left {
             let what = if issued { "issued but did not finish" } else { "never issued" };
-            let message = format!("rank {peer} left; rank {rank} waits for it in the {key}, which it {what}");
+            let message = format!("rank {peer} {left}; rank {rank} waits for it in the {key}, which it {what}");
             return failure(FailureKind::RankLost, peer, message);
         }
         if past(view.alive_ns.max(issued_ns), deadlines.silence) {

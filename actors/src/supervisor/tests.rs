@@ -182,19 +182,19 @@ fn overdue_tells_who_and_why() {
         (
             "left",
             1001,
-            PeerView { left: true, ..waits },
+            PeerView { left: Some("left"), ..waits },
             fine,
             Some((FailureKind::RankLost, 0, "rank 0 left; rank 1 waits for it in the gather of bucket 2")),
         ),
-        ("left after its part", 1050, PeerView { left: true, ..fine }, fine, None),
+        ("left after its part", 1050, PeerView { left: Some("left"), ..fine }, fine, None),
         (
             "left before it finished",
             1001,
-            PeerView { left: true, abandoned: Some(6), ..fine },
+            PeerView { left: Some("left"), abandoned: Some(6), ..fine },
             fine,
             Some((FailureKind::RankLost, 0, "which it issued but did not finish")),
         ),
-        ("left later than that", 1001, PeerView { left: true, abandoned: Some(8), ..fine }, fine, None),
+        ("left later than that", 1001, PeerView { left: Some("left"), abandoned: Some(8), ..fine }, fine, None),
         ("not finished in time", 1101, fine, fine, Some((FailureKind::Deadline, 1, "every rank started"))),
         (
             "not started there",
@@ -236,7 +236,7 @@ fn overdue_tells_who_and_why() {
 fn only_members_are_waited_for() {
     let key = entry(7, CollectiveKind::Reduce, 2);
     let fine = PeerView { issued: 8, begun: 8, progress_ns: 1000, alive_ns: 1000, ..PeerView::default() };
-    let gone = PeerView { issued: 3, begun: 3, left: true, ..fine };
+    let gone = PeerView { issued: 3, begun: 3, left: Some("left"), ..fine };
     let judge = |group: [usize; 2], now| {
         let members = Members::of(group, 4);
         overdue(&deadlines(), now, &key, &members, 1000, 1, &[gone, fine, PeerView { alive_ns: now, ..fine }, gone])
@@ -263,7 +263,7 @@ fn a_busy_rank_may_take_as_long_as_it_said_while_its_heart_beats() {
         assert!(late.message.contains("busy (saves) beyond its limit"), "{late}");
         let silent = judge(4000, PeerView { alive_ns: 3900, ..busy }).unwrap();
         assert!(silent.message.contains("no sign of life"), "{silent}");
-        assert_eq!(judge(4000, PeerView { left: true, ..busy }).unwrap().kind, FailureKind::RankLost);
+        assert_eq!(judge(4000, PeerView { left: Some("left"), ..busy }).unwrap().kind, FailureKind::RankLost);
     }
     let idle = PeerView { busy: None, ..busy };
     assert_eq!(
@@ -281,7 +281,7 @@ fn a_busy_rank_may_take_as_long_as_it_said_while_its_heart_beats() {
 
 #[test]
 fn failures_name_the_step_and_bucket_of_their_collective() {
-    let lost = [PeerView { left: true, ..PeerView::default() }, PeerView::default()];
+    let lost = [PeerView { left: Some("left"), ..PeerView::default() }, PeerView::default()];
     let named = |kind, bucket| {
         let failure = overdue(&deadlines(), 0, &entry(7, kind, bucket), &Members::ALL, 0, 1, &lost).unwrap();
         (failure.step, failure.bucket)
