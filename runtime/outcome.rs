@@ -113,7 +113,7 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
         return Err(error(ErrorKind::LearningRates, rank, None, message));
     }
     if let Some((rank, param)) = report.nonfinite.filter(|_| report.nonfinite_is_error) {
-        let message = "its gradient, summed over ranks and owned by this one, is not finite and the configuration says on_nonfinite = \"error\"; every rank skipped the step";
+        let message = "its gradient, summed over ranks and owned by this one, is not finite, or above 2^63 once averaged and clipped, and the configuration says on_nonfinite = \"error\"; every rank skipped the step";
         return Err(error(ErrorKind::NonFinite, rank, Some(param), message));
     }
     if report.stop {
