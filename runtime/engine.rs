@@ -147,8 +147,9 @@ impl Engine {
     }
 
     /// Sets the learning rate of a group, from the next step on. Its multiplier still applies. Call it alike on every rank: each
-    /// rank updates its own part of every parameter. A step for which ranks have set different values is skipped on all of them, with
-    /// an error that names one ([`ErrorKind::LearningRates`](crate::ErrorKind::LearningRates)); what schedules give is not compared.
+    /// rank updates its own part of every parameter. A step for which ranks have set different values, or schedules that differ at the
+    /// number of steps so far + 1 ([`State::steps`](crate::State::steps) counted in), is skipped on all of them, with an error that
+    /// names one ([`ErrorKind::LearningRates`](crate::ErrorKind::LearningRates)).
     ///
     /// # Errors
     /// An unknown group, or a value that is negative or not finite.
@@ -237,6 +238,7 @@ impl Engine {
         let lrs = rows
             .map(|(index, ((lr, group), t))| lr.row(group.lr_multiplier, t + 1, possible, index))
             .collect::<Result<_, _>>()?;
+        let alike = self.rates_hash();
         self.shared.end_guards()?;
 
         let gradients = &self.shared.gradients;
@@ -250,7 +252,7 @@ impl Engine {
         let stop = self.shared.stop.carry(number);
         // The ranks that share a copy of the model have the same data: it weighs once.
         let weight = if self.model_parallel().0 == 0 { self.weight } else { 0.0 };
-        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop, alike: self.rates_hash() };
+        let host = HostVerdict { spoiled: gradients.spoiled(), weight, stop, alike };
         gradients.reset();
         tracing::debug!(
             target: "gatherflow::engine",
@@ -269,15 +271,19 @@ impl Engine {
         Ok(StepHandle::new(&self.shared, step))
     }
 
-    /// A hash of the learning rates that are set, which must be alike on all ranks. Schedules only count as such: ranks may know
-    /// of different outcomes, so there is no t for which all of them could be asked.
+    /// A hash of the learning rates, which must be alike on all ranks. Ranks may know of different outcomes, so schedules are asked
+    /// for the t that this step would have if all before it had been updated. Where some were skipped that is ahead of the real t,
+    /// and what differs is found early.
     fn rates_hash(&self) -> u64 {
+        let t = self.steps_of_the_job().saturating_add(1);
         let mut hash = Fnv::new();
-        hash.words(self.lrs.iter().map(|lr| match lr {
-            Lr::Value(value) => value.to_bits(),
-            Lr::Schedule(_) => u64::MAX,
-        }));
+        hash.words(self.lrs.iter().map(|lr| lr.at(t).to_bits()));
         hash.finish()
+    }
+
+    /// Steps since training began, those behind a loaded state included.
+    fn steps_of_the_job(&self) -> u64 {
+        self.resumed.0.saturating_add(self.steps() - self.resumed.1)
     }
 
     /// Brings t up to what is known, without waiting.

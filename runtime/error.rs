@@ -32,7 +32,7 @@ pub enum ErrorKind {
     Unused,
     /// The step was skipped on every rank: averaging by weight, and every rank gave weight 0.
     NoWeight,
-    /// The step was skipped on every rank: ranks had set different learning rates for it.
+    /// The step was skipped on every rank: ranks had set different learning rates, or schedules that give different ones.
     LearningRates,
     /// A device failed. Fatal.
     Device,

@@ -2,7 +2,7 @@
 //!
 //! t counts a group's updated steps, the first being 1, so schedules stand still over skipped steps (SPEC T8). Where
 //! outcomes are not known yet, several t are possible for the next step: the function is evaluated for each of them, on the
-//! thread that calls `step`.
+//! thread that calls `step`. Ranks compare what it gives for a t that they all can name: the number of steps so far + 1.
 
 use std::sync::Arc;
 
@@ -21,7 +21,8 @@ pub enum Lr {
 
 impl Lr {
     /// A function of t, which counts updated steps from 1. It must give the same on every rank, and is asked for each t that the next
-    /// step can still have.
+    /// step can still have, and for the number of steps so far + 1, skipped ones included, for which ranks compare what it gives: where
+    /// it reads a table, let it give the last entry beyond its end.
     ///
     /// ```
     /// let warm_up = gatherflow::Lr::schedule(|t| 1e-3 * (t as f64 / 100.0).min(1.0));

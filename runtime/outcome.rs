@@ -110,11 +110,11 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
         return Err(error(ErrorKind::NoWeight, shared.rank, None, message));
     }
     if let Some(rank) = report.unlike {
-        let message = "its learning rates of this step differ from rank 0's: call set_lr alike on every rank; every rank skipped the step";
+        let message = "its learning rates differ from rank 0's: give set_lr the same value, or a function that gives the same, on every rank; every rank skipped the step";
         return Err(error(ErrorKind::LearningRates, rank, None, message));
     }
     if let Some((rank, param)) = report.nonfinite.filter(|_| report.nonfinite_is_error) {
-        let message = "its gradient, summed over ranks and owned by this one, is not finite and the configuration says on_nonfinite = \"error\"; every rank skipped the step";
+        let message = "its gradient, summed over ranks and owned by this one, is not finite, or above 2^63 once averaged and clipped, and the configuration says on_nonfinite = \"error\"; every rank skipped the step";
         return Err(error(ErrorKind::NonFinite, rank, Some(param), message));
     }
     if report.stop {

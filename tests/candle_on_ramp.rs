@@ -10,7 +10,8 @@ use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CustomOp1, DType as Candle, Device, Layout, Shape, Tensor, Var};
 use gatherflow::candle::{Forward, VarOptimizer, cause};
 use gatherflow::{
-    Config, DType, Engine, Error, ErrorKind, Mode, Model, Outcome, Overlap, ParamId, Rank, Ranks, ScalerKind, WriteMode,
+    Config, DType, Engine, Error, ErrorKind, Mode, Model, Outcome, Overlap, ParamId, Rank, Ranks, ScalerKind, State,
+    WriteMode,
 };
 use small::on_ranks;
 
@@ -302,6 +303,80 @@ fn a_skipped_step_leaves_every_var_and_the_scale_recovers() {
     });
     assert_eq!(ended[0], ended[1]);
     assert!(!ended[0].0[0] && ended[0].0[29], "{:?}", ended[0]);
+}
+
+/// Takes these steps.
+fn train(optimizer: &mut VarOptimizer, vars: &HashMap<String, Var>, rank: usize, steps: std::ops::Range<usize>) {
+    for step in steps {
+        let loss = plain_loss(vars, &batch(rank, step, vars["linear.bias"].dtype())).unwrap();
+        assert!(optimizer.backward_step(&loss).unwrap().updated);
+    }
+}
+
+fn values(vars: &HashMap<String, Var>) -> [Vec<f64>; 3] {
+    SHAPES.map(|(name, _)| flat(&vars[name]))
+}
+
+/// The parts of all ranks as one, and what is compared of it: masters and moments by parameter.
+fn merged(parts: impl IntoIterator<Item = State>) -> (State, Vec<Vec<f32>>) {
+    let state = State::merge(parts).unwrap();
+    let pieces = state.tensors.iter().flat_map(|tensor| &tensor.pieces);
+    let fields = pieces.flat_map(|p| [p.master.clone(), p.exp_avg.clone(), p.exp_avg_sq.clone()]).collect();
+    (state, fields)
+}
+
+#[test]
+fn vars_that_go_on_from_a_state_train_to_the_bits_of_a_run_without_a_pause() {
+    let dynamic = config().scaler(ScalerKind::Dynamic).scaler_initial(512.0).scaler_interval(2);
+    for (dtype, config) in [(Candle::F32, config()), (Candle::BF16, config()), (Candle::F16, dynamic)] {
+        let without_pause = on_ranks(2, |rank| {
+            let (number, vars) = (rank.rank(), vars(dtype));
+            let mut optimizer = VarOptimizer::new(rank, vars.clone(), config.clone()).unwrap();
+            train(&mut optimizer, &vars, number, 0..3);
+            let saved = (optimizer.state().unwrap(), values(&vars));
+            train(&mut optimizer, &vars, number, 3..6);
+            (saved, (optimizer.state().unwrap(), values(&vars)))
+        });
+        let (saved, ended): (Vec<_>, Vec<_>) = without_pause.into_iter().unzip();
+        let (state, _) = merged(saved.iter().map(|(part, _)| part.clone()));
+        let resumed = on_ranks(2, |rank| {
+            let zeros = |(name, var): (String, Var)| (name, Var::zeros(var.shape(), dtype, &Device::Cpu).unwrap());
+            let (number, vars) = (rank.rank(), vars(dtype).into_iter().map(zeros).collect::<HashMap<_, _>>());
+            let mut optimizer = VarOptimizer::new(rank, vars.clone(), config.clone().num_buckets(1)).unwrap();
+            train(&mut optimizer, &vars, number, 0..1);
+            optimizer.load_state(&state).unwrap();
+            assert_eq!(values(&vars), saved[number].1, "the Vars have the state's parameters");
+            train(&mut optimizer, &vars, number, 3..6);
+            (optimizer.state().unwrap(), values(&vars))
+        });
+        for ((_, found), (_, expected)) in resumed.iter().zip(&ended) {
+            assert_eq!(found, expected, "{dtype:?}");
+        }
+        let [(found, found_fields), (expected, expected_fields)] =
+            [resumed, ended].map(|ranks| merged(ranks.into_iter().map(|(part, _)| part)));
+        assert_eq!((found.steps, found.scaler, found.groups), (expected.steps, expected.scaler, expected.groups));
+        assert!(found_fields == expected_fields, "{dtype:?}");
+    }
+}
+
+#[test]
+fn a_state_that_does_not_fit_or_comes_amid_a_step_changes_no_var() {
+    let vars = vars(Candle::F32);
+    let mut optimizer = VarOptimizer::new(alone(), vars.clone(), config()).unwrap();
+    let (before, own) = (flat(&vars["linear.bias"]), merged([optimizer.state().unwrap()]).0);
+    let other = Var::zeros(3, Candle::F32, &Device::Cpu).unwrap();
+    let other = VarOptimizer::new(alone(), [("linear.bias".to_string(), other)], config()).unwrap();
+    let (other, _) = merged([other.state().unwrap()]);
+    let grads = store([(vars["linear.bias"].clone(), tensor(ragged(OUTPUTS, 1), &[OUTPUTS], Candle::F32))]);
+    assert_eq!(optimizer.load_state(&other).unwrap_err().kind(), ErrorKind::State);
+    optimizer.accumulate(&grads).unwrap();
+    let error = optimizer.load_state(&own).unwrap_err();
+    assert_eq!((error.kind(), error.parameter()), (ErrorKind::Misuse, Some("linear.bias")), "{error}");
+    assert_eq!(flat(&vars["linear.bias"]), before);
+    assert!(optimizer.step(&grads).unwrap().updated);
+    assert_ne!(flat(&vars["linear.bias"]), before);
+    optimizer.load_state(&own).unwrap();
+    assert_eq!(flat(&vars["linear.bias"]), before);
 }
 
 /// An operation that candle cannot go back through.

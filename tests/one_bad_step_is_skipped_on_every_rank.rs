@@ -5,7 +5,7 @@
 mod small;
 
 use gatherflow::{
-    Config, DType, Engine, ErrorKind, GroupId, Lr, Mode, Model, OnNonFinite, Overlap, ScalerKind, Skip, Unused,
+    Config, DType, Engine, ErrorKind, GroupId, Lr, Mode, Model, OnNonFinite, Overlap, ScalerKind, Skip, State, Unused,
 };
 use small::{Small, bits, config, microbatch, on_ranks};
 
@@ -238,6 +238,66 @@ fn learning_rates_that_differ_between_ranks() {
             engine.close().unwrap();
         });
     }
+}
+
+#[test]
+fn schedules_that_differ_between_ranks_whatever_outcomes_they_know() {
+    for (skip, in_flight) in [(Skip::Host, 2), (Skip::Device, 1), (Skip::Device, 3)] {
+        on_ranks(3, |rank| {
+            let (mut engine, small) = small::engine(rank, config().skip(skip).steps_in_flight(in_flight)).unwrap();
+            let (number, other) = (engine.rank(), engine.rank() == 2);
+            engine
+                .set_lr(GroupId::DEFAULT, Lr::schedule(move |t| if other && t >= 4 { 0.3 } else { 1.0 / t as f64 }))
+                .unwrap();
+            let mut handles = Vec::new();
+            // The second step is skipped, and only one rank waits to hear of it.
+            for step in 0..5 {
+                microbatch(&engine, &small, true, if step == 1 { f32::NAN } else { 1.0 });
+                handles.push(engine.step().unwrap());
+                if number == 0 {
+                    assert_eq!(handles[step].outcome().is_ok(), step < 3);
+                }
+            }
+            let outcomes: Vec<_> = handles.iter().map(|handle| handle.outcome().map(|o| o.updated)).collect();
+            assert!(matches!(outcomes[..3], [Ok(true), Ok(false), Ok(true)]), "{outcomes:?}");
+            for error in outcomes[3..].iter().map(|outcome| outcome.as_ref().unwrap_err()) {
+                assert_eq!((error.kind(), error.rank()), (ErrorKind::LearningRates, Some(2)), "{error}");
+            }
+            let before = bits(&engine);
+            engine.set_lr(GroupId::DEFAULT, Lr::schedule(|t| 1.0 / t as f64)).unwrap();
+            microbatch(&engine, &small, true, 1.0);
+            let outcome = engine.step().unwrap().outcome().unwrap();
+            assert_eq!(
+                (outcome.updated, &outcome.learning_rates[..]),
+                (true, &[1.0 / 3.0][..]),
+                "two were updated before"
+            );
+            assert_ne!(bits(&engine), before);
+            engine.close().unwrap();
+        });
+    }
+}
+
+#[test]
+fn schedules_that_differ_where_a_state_goes_on() {
+    let (mut engine, small) = small::solo(config());
+    for _ in 0..6 {
+        microbatch(&engine, &small, true, 1.0);
+        assert!(engine.step().unwrap().outcome().unwrap().updated);
+    }
+    let whole = State::merge([engine.state().unwrap()]).unwrap();
+    on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config()).unwrap();
+        let other = engine.rank() == 1;
+        engine.load_state(&whole).unwrap();
+        engine.set_lr(GroupId::DEFAULT, Lr::schedule(move |t| if other && t == 8 { 0.25 } else { 0.5 })).unwrap();
+        for differs in [false, true, false] {
+            microbatch(&engine, &small, true, 1.0);
+            let kind = engine.step().unwrap().outcome().map_err(|error| error.kind());
+            assert_eq!(kind.is_err(), differs, "{kind:?}");
+        }
+        engine.close().unwrap();
+    });
 }
 
 #[test]

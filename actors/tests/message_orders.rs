@@ -99,6 +99,14 @@ fn begun(mode: Mode) -> Setup {
     setup(mode, [first, [train(&[0, 1, 2], &[2, 1, 1, 0]), vec![Op::Await(1)], train(&[], &[0])].concat()])
 }
 
+/// A step that one of them does more for than the other, then both go on from a state after seven updated steps.
+fn resuming(mode: Mode) -> Setup {
+    let load = [Op::Flush, Op::Resume(7)];
+    let first = [train(&[0, 1, 2], &[2, 1, 1, 0]), load.to_vec(), train(&[1], &[0])].concat();
+    let second = [train(&[1], &[1]), load.to_vec(), train(&[], &[2])].concat();
+    Setup { skipped: Vec::new(), ..setup(mode, [first, second]) }
+}
+
 fn on_device(setup: Setup) -> Setup {
     Setup { skip: Skip::Device, ..setup }
 }
@@ -193,15 +201,30 @@ fn no_order_breaks_a_rule_where_gathers_are_begun_or_awaited_as_futures() {
     search_all("awaiting", &on_device(from_forward(awaiting(CHAIN))), &[FIRST]);
 }
 
+#[test]
+fn no_order_breaks_a_rule_where_ranks_go_on_from_a_state_between_steps() {
+    for mode in [NONE, CHAIN, ONE_CREDIT] {
+        search_all("resuming", &resuming(mode), &[FIRST]);
+        search_all("resuming", &on_device(resuming(mode)), &[FIRST, SECOND]);
+    }
+    search_all("resuming after a skip", &Setup { skipped: vec![0], ..resuming(TWO_CREDITS) }, &[FIRST]);
+    search_all("resuming, late", &late(shared(resuming(NONE))), &[FIRST, SECOND]);
+    search_all("resuming, threaded", &threaded(from_forward(resuming(CHAIN))), &[FIRST, SECOND]);
+}
+
 /// Everything with everything; some minutes.
 #[test]
 #[ignore = "takes minutes: every program in every mode and variant"]
 fn no_order_of_any_program_breaks_a_rule_in_any_mode() {
     for mode in [NONE, CHAIN, ONE_CREDIT, TWO_CREDITS] {
         let eager = ("eager", eager(mode));
-        for (name, program) in
-            [("sparse", sparse(mode)), ("evaluating", evaluating(mode)), ("blind", blind(mode)), eager]
-        {
+        for (name, program) in [
+            ("sparse", sparse(mode)),
+            ("evaluating", evaluating(mode)),
+            ("blind", blind(mode)),
+            ("resuming", resuming(mode)),
+            eager,
+        ] {
             let device = on_device(one_in_flight(program.clone()));
             let variants =
                 [late, threaded, one_in_flight, shared, from_forward].map(|variant| variant(program.clone()));
@@ -294,6 +317,10 @@ fn other_planted_faults_are_found_each_by_the_rule_that_it_breaks() {
     assert!(matches!(shut, Violation::NotOpened(_)), "{shut:?}");
     let refused = planted(Fault::GatheredTwice, 0, sparse(ONE_CREDIT));
     assert!(matches!(refused, Violation::WrongTransition(_)), "{refused:?}");
+    let counts_on = planted(Fault::ResumeLost, 0, resuming(ONE_CREDIT));
+    assert!(matches!(counts_on, Violation::WrongRow(_)), "{counts_on:?}");
+    let early = planted(Fault::ResumedEarly, 0, on_device(resuming(ONE_CREDIT)));
+    assert!(matches!(early, Violation::WrongTransition(_)), "{early:?}");
 }
 
 /// Up to 4 ranks, 8 buckets and 5 steps; orders of units that differ per rank and step, units and gradients left out,
@@ -313,6 +340,7 @@ fn draw(seed: u64) -> Setup {
     let units: Vec<Vec<usize>> = (0..count).map(|unit| (unit..buckets).step_by(count).collect()).collect();
     let members: Vec<usize> = (0..buckets).map(|_| 1 + draw.below(2)).collect();
     let (leave_out, evaluate, begun) = (draw.chance(40), draw.chance(50), draw.chance(30));
+    let resumes = draw.chance(30).then(|| (draw.below(steps as usize) as u64, draw.below(9) as u64));
     let first = |draw: &mut Draw| [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)];
     let first_gather = (0..ranks).map(|_| first(&mut draw)).collect();
     let mut scripts = vec![Vec::new(); ranks];
@@ -340,6 +368,11 @@ fn draw(seed: u64) -> Setup {
                     0 => script.extend([enter(&[draw.below(count), draw.below(count)]), vec![Op::Signal]].concat()),
                     _ => script.push(Op::Await(step as u32 / 2 + 1)),
                 }
+            }
+            if let Some((after, t)) = resumes
+                && after == step
+            {
+                script.extend([Op::Flush, Op::Resume(t)]);
             }
         }
     }
@@ -400,6 +433,8 @@ fn random_orders_find_planted_faults_too() {
         Fault::HostDecides,
         Fault::VerdictMistold,
         Fault::NeverShut,
+        Fault::ResumeLost,
+        Fault::ResumedEarly,
     ] {
         let planted = |seed: &u64| {
             let on = usize::from(fault != Fault::AnnouncementLost);

@@ -196,7 +196,7 @@ fn nothing_to_train_is_legal_and_leaves_only_the_small_all_gather() {
     let plan = Plan::new(&input(2, vec![frozen], &[&[&[0]]])).unwrap();
     assert!(plan.buckets().is_empty() && plan.buffers().is_empty() && plan.gather_order().is_empty());
     assert_eq!(plan.unit(UnitId(0)).demand, 0);
-    assert_eq!(plan.memory().total_bytes(), 128 * 2 + 2 * 64 + 64);
+    assert_eq!(plan.memory().total_bytes(), 128 * 2 + 2 * 80 + 64);
     assert_eq!(plan.memory().get(Purpose::Partials).unwrap().bytes, 0);
     assert!(plan.describe().contains("no trainable parameter"));
     let empty = Plan::new(&input(2, vec![], &[&[&[]]])).unwrap();
@@ -342,8 +342,8 @@ fn memory_of_a_mixed_model_is_what_the_formats_need() {
         ("masters of buffer 2", &[256]),
         ("exp_avg of buffer 2", &[256]),
         ("exp_avg_sq of buffer 2", &[256]),
-        ("norm partials", &[40, 80, 120, 160]),
-        ("rank records", &[64, 128]),
+        ("norm partials", &[56, 112, 168, 224]),
+        ("rank records", &[80, 160]),
     ];
     assert_eq!(list.len(), expected.len() + 1);
     // Beside masters, storage `shared` has staging shards of 16-bit parameters, 64 elements each; the rest stays.
@@ -416,11 +416,11 @@ memory per rank (storage views)
   gradients of buffer 1       512
   exp_avg of buffer 1         256
   exp_avg_sq of buffer 1      256
-  norm partials               120
-  rank records                128
+  norm partials               168
+  rank records                160
   scalars                      64
-  total                   854 328  854.33 kB
-storage shared: 925 368 bytes, of these 71 040 staging
+  total                   854 408  854.41 kB
+storage shared: 925 448 bytes, of these 71 040 staging
 ";
     assert_eq!(Plan::new(&input).unwrap().describe(), expected);
     input.storage = Storage::Shared;
@@ -433,11 +433,11 @@ storage shared: 925 368 bytes, of these 71 040 staging
   gradients of buffer 1       512
   exp_avg of buffer 1         256
   exp_avg_sq of buffer 1      256
-  norm partials               120
-  rank records                128
+  norm partials               168
+  rank records                160
   scalars                      64
-  total                   925 368  925.37 kB
-storage views: 854 328 bytes
+  total                   925 448  925.45 kB
+storage views: 854 408 bytes
 ";
     let shared = Plan::new(&input).unwrap().describe();
     assert!(shared.ends_with(tail) && shared.contains("memory per rank (storage shared)"), "{shared}");

@@ -393,7 +393,7 @@ proptest! {
             prop_assert!(plan.buffers().iter().any(|b| b.dtype.bytes() > b.grad_dtype.bytes()));
         }
         let cells = |purpose| memory.get(purpose).map(|a| a.cells.clone()).unwrap_or_default();
-        let mut expected = 40 * plan.buckets().len() + 64 * plan.ranks() + 64;
+        let mut expected = 56 * plan.buckets().len() + 80 * plan.ranks() + 64;
         for buffer in plan.buffers() {
             let (index, grad) = (buffer.index, buffer.grad_dtype.bytes());
             let d = plan.shard_groups()[buffer.shard_group].ranks;

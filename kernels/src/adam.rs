@@ -296,6 +296,26 @@ mod tests {
     }
 
     #[test]
+    fn the_largest_gradient_that_a_verdict_lets_through_keeps_moments_finite() {
+        let g = 2.0_f32.powi(63);
+        for beta2 in [0.0, 0.9, 0.999, 1.0 - 1e-6, 1.0 - 2e-8, 1.0 - 1e-9] {
+            for decoupled in [true, false] {
+                let mut state = [1.0, 0.0, 0.0];
+                for t in 1..200_000 {
+                    let row = AdamRow::new(1e-3, (0.9, beta2), 1e-8, 0.01, decoupled, t);
+                    state = step(&row, 1.0, if t % 2 == 0 { g } else { -g }, state).0;
+                }
+                // What stands still has settled.
+                assert!(state.iter().all(|x| x.is_finite()), "{beta2}: {state:?}");
+            }
+        }
+        // Its limit is the square, but for the rounding of many steps; an f32 holds four times as much.
+        let close = AdamRow::new(0.0, (0.9, 1.0 - 1e-6), 1e-8, 0.0, true, 1);
+        let [_, _, v] = step(&close, 1.0, g, [1.0, 0.0, g * g * 1.5]).0;
+        assert!(v < g * g * 1.5, "above the limit the second moment falls: {v}");
+    }
+
+    #[test]
     fn bias_corrections_are_formed_in_f64() {
         let row = AdamRow::new(1e-3, (0.9, 0.999), 1e-8, 0.01, true, 3);
         assert_eq!(row.bias2, (1.0 - 0.999_f64.powi(3)) as f32);

@@ -58,7 +58,7 @@ pub struct NormPiece {
     pub end: usize,
     /// The parameter's number in the plan.
     pub param: u32,
-    /// Whether norm and zero count include it (SPEC T2a); the non-finite search always does.
+    /// Whether norm and zero count include it (SPEC T2a); the search for what is not finite or too large always does.
     pub counted: bool,
 }
 
@@ -73,6 +73,10 @@ pub struct Partial {
     pub zeros: u64,
     /// First parameter with a non-finite element.
     pub nonfinite: Option<u32>,
+    /// Largest absolute value over all pieces, counted or not, NaNs aside, and at least [`Partial::LEAST`]; 0 without a piece.
+    pub largest: f64,
+    /// The first parameter that has it.
+    pub largest_in: u32,
     /// First parameter of the bucket whose gradient of this rank alone, before the reduction, had one; written where that is
     /// looked for ([`crate::finite`]).
     pub local: Option<u32>,
@@ -82,18 +86,24 @@ impl Partial {
     /// Size in memory.
     pub const BYTES: usize = Self::SHARD_BYTES + Self::LOCAL_BYTES;
     /// What the pass over the reduced shard writes.
-    pub const SHARD_BYTES: usize = 32;
+    pub const SHARD_BYTES: usize = 48;
     /// What the search before the reduction writes behind it.
     pub const LOCAL_BYTES: usize = 8;
+    /// What the largest value of a shard counts as at least: a factor that takes this beyond the limit of [`crate::verdict::judge`]
+    /// is above 2^127. A little more, and it would be infinite in f32, and NaN times zero.
+    pub const LEAST: f64 = 1.0 / (1_u128 << 64) as f64;
 
-    /// Little endian: `sum_powers`, `max_abs`, `zeros`, and one more than the numbers of the non-finite parameters (0: none).
+    /// Little endian: `sum_powers`, `max_abs`, `zeros`, one more than the number of the non-finite parameter (0: none), `largest`,
+    /// `largest_in`, and one more than the number of the parameter found before the reduction.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0..8].copy_from_slice(&self.sum_powers.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.max_abs.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.zeros.to_le_bytes());
         bytes[24..32].copy_from_slice(&param_to_u64(self.nonfinite).to_le_bytes());
-        bytes[32..40].copy_from_slice(&param_to_u64(self.local).to_le_bytes());
+        bytes[32..40].copy_from_slice(&self.largest.to_le_bytes());
+        bytes[40..48].copy_from_slice(&u64::from(self.largest_in).to_le_bytes());
+        bytes[48..56].copy_from_slice(&param_to_u64(self.local).to_le_bytes());
         bytes
     }
 
@@ -106,18 +116,25 @@ impl Partial {
             NormType::P(p) => libm::pow(ratio, p),
             NormType::Inf => 1.0,
         };
-        Self { sum_powers: self.sum_powers * power, max_abs: self.max_abs * ratio, ..self }
+        Self {
+            sum_powers: self.sum_powers * power,
+            max_abs: self.max_abs * ratio,
+            largest: self.largest * ratio,
+            ..self
+        }
     }
 
     /// The inverse of [`Partial::to_bytes`].
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let [a, b, c, d, e] = words(bytes);
+        let [a, b, c, d, e, f, g] = words(bytes);
         Self {
             sum_powers: f64::from_bits(a),
             max_abs: f64::from_bits(b),
             zeros: c,
             nonfinite: param_from_u64(d),
-            local: param_from_u64(e),
+            largest: f64::from_bits(e),
+            largest_in: f as u32,
+            local: param_from_u64(g),
         }
     }
 }
@@ -207,9 +224,14 @@ fn partial_of<T: Term>(isa: Isa, term: T, grad: &[f32], pieces: &[NormPiece]) ->
         if !sums.sum_powers.is_finite() {
             total.nonfinite = total.nonfinite.or(Some(piece.param));
         }
+        let max_abs = f64::from(sums.max_abs);
+        let largest = max_abs.max(Partial::LEAST);
+        if largest > total.largest {
+            (total.largest, total.largest_in) = (largest, piece.param);
+        }
         if piece.counted {
             total.sum_powers += sums.sum_powers;
-            total.max_abs = total.max_abs.max(f64::from(sums.max_abs));
+            total.max_abs = total.max_abs.max(max_abs);
             total.zeros += sums.zeros;
         }
     }
@@ -325,16 +347,31 @@ mod tests {
     fn squares_maximum_and_zeros_are_of_the_pieces_alone() {
         let grad = [f32::NAN, 3.0, -4.0, 0.0, f32::NAN, -0.0, 12.0, f32::INFINITY];
         let partial = partial(&grad, &[piece(1, 4, 0), piece(5, 7, 1)]);
-        assert_eq!(partial, Partial { sum_powers: 169.0, max_abs: 12.0, zeros: 2, nonfinite: None, local: None });
+        let (largest, largest_in) = (12.0, 1);
+        let expected =
+            Partial { sum_powers: 169.0, max_abs: 12.0, zeros: 2, largest, largest_in, ..Partial::default() };
+        assert_eq!(partial, expected);
     }
 
     #[test]
-    fn an_uncounted_piece_is_only_searched_for_nonfinite_elements() {
+    fn an_uncounted_piece_is_only_searched_for_what_is_not_finite_or_too_large() {
         let uncounted = NormPiece { counted: false, ..piece(2, 4, 7) };
         let all = partial(&[1.0, 2.0, 9.0, 0.0], &[piece(0, 2, 3), uncounted]);
-        assert_eq!(all, Partial { sum_powers: 5.0, max_abs: 2.0, zeros: 0, nonfinite: None, local: None });
+        let counted = Partial { sum_powers: 5.0, max_abs: 2.0, largest: 2.0, largest_in: 3, ..Partial::default() };
+        assert_eq!(all, Partial { largest: 9.0, largest_in: 7, ..counted });
         let all = partial(&[1.0, 2.0, f32::NAN, 0.0], &[piece(0, 2, 3), uncounted]);
-        assert_eq!(all, Partial { sum_powers: 5.0, max_abs: 2.0, zeros: 0, nonfinite: Some(7), local: None });
+        assert_eq!(all, Partial { nonfinite: Some(7), ..counted });
+    }
+
+    #[test]
+    fn the_largest_value_is_that_of_the_first_parameter_that_has_it_and_is_scaled_as_adams_gradients_are() {
+        let pieces = [piece(0, 1, 5), piece(1, 2, 4), piece(2, 3, 3)];
+        for norm in [NormType::P(1.0), NormType::P(2.0), NormType::P(3.0), NormType::Inf] {
+            let partial = super::partial(norm, &[2.0, -8.0, 8.0], &pieces).scaled(norm, 0.5);
+            assert_eq!((partial.largest, partial.largest_in), (4.0, 4), "{norm:?}");
+        }
+        let zeros = partial(&[0.0; 3], &pieces);
+        assert_eq!((zeros.max_abs, zeros.largest, zeros.largest_in), (0.0, Partial::LEAST, 5));
     }
 
     #[test]
@@ -398,13 +435,16 @@ mod tests {
     #[test]
     fn no_pieces_give_an_empty_partial() {
         assert_eq!(partial(&[1.0, 2.0], &[]), Partial::default());
-        assert_eq!(partial(&[1.0, 2.0], &[piece(1, 1, 0)]), Partial::default());
+        let empty = Partial { largest: Partial::LEAST, ..Partial::default() };
+        assert_eq!(partial(&[1.0, 2.0], &[piece(1, 1, 0)]), empty);
     }
 
     #[test]
     fn a_partial_comes_back_from_its_bytes() {
         for nonfinite in [None, Some(0), Some(u32::MAX)] {
-            let partial = Partial { sum_powers: 1e70, max_abs: 2.5, zeros: u64::MAX, nonfinite, local: Some(7) };
+            let (largest, largest_in) = (1e-3, u32::MAX);
+            let (sum_powers, max_abs, zeros, local) = (1e70, 2.5, u64::MAX, Some(7));
+            let partial = Partial { sum_powers, max_abs, zeros, nonfinite, largest, largest_in, local };
             assert_eq!(Partial::from_bytes(&partial.to_bytes()), partial);
         }
         assert_eq!(Partial::from_bytes(&[0; Partial::BYTES]), Partial::default());

@@ -71,6 +71,10 @@ pub struct RankRecord {
     pub zeros: u64,
     /// First parameter with a non-finite gradient.
     pub nonfinite: Option<u32>,
+    /// Largest absolute value that this rank's Adam reads, whether the norm counts it or not, times its bucket's ratio.
+    pub largest: f64,
+    /// The parameter that has it.
+    pub largest_in: u32,
     /// The host's part, and what the device found that spoils the step.
     pub host: HostVerdict,
 }
@@ -167,7 +171,7 @@ pub struct StepReport {
     pub loss_scale: f32,
     /// The loss scale of the next step.
     pub next_loss_scale: f32,
-    /// First rank and parameter with a non-finite gradient.
+    /// First rank and parameter with a non-finite gradient; without one, with a gradient too large for Adam ([`judge`]).
     pub nonfinite: Option<(usize, u32)>,
     /// First rank that spoiled the step, and why.
     pub spoiled: Option<(usize, Spoiled)>,

@@ -27,6 +27,7 @@ use crate::outcome::Outcome;
 use crate::pass::Mode;
 use crate::ranks::Rank;
 use crate::report::Report;
+use crate::state::State;
 
 /// Trains candle `Var`s on all ranks, in place of a candle optimizer. For programs that exist: new ones lose less time with
 /// [`Forward`](super::Forward).
@@ -219,6 +220,27 @@ impl VarOptimizer {
     /// The first cause of a fatal failure.
     pub fn params_hash(&self) -> Result<u64, Error> {
         self.engine.params_hash()
+    }
+
+    /// This rank's part of the optimizer's state, by the names of the `Var`s: as [`Engine::state`]. [`State::merge`] makes a whole of
+    /// the parts of all ranks.
+    ///
+    /// # Errors
+    /// As [`Engine::state`].
+    pub fn state(&self) -> Result<State, Error> {
+        self.engine.state()
+    }
+
+    /// Goes on from a whole state, between the same two steps and with the same state on every rank: as [`Engine::load_state`]. The
+    /// `Var`s then have its parameters, rounded to their dtypes. An [`Engine`] with the same names and shapes, and another number of
+    /// ranks, can have saved it.
+    ///
+    /// # Errors
+    /// As [`Engine::load_state`]: if that is not fatal, no `Var` has changed on any rank. Gradients that were
+    /// [accumulated](Self::accumulate) are refused, by name: take the step before.
+    pub fn load_state(&mut self, state: &State) -> Result<(), Error> {
+        self.engine.load_state(state)?;
+        self.write_vars()
     }
 
     /// Totals of this rank.

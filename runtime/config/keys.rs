@@ -293,7 +293,8 @@ pub const KEYS: &[Key] = &[
         name: "on_nonfinite",
         values: "\"skip\" or \"error\"",
         default: "\"skip\"",
-        help: "what a gradient with inf or nan does besides skipping the step; without a scaler only, not on the null device",
+        help: "what a gradient with inf or nan, or one above 2^63 once averaged and clipped, does besides skipping the step; \
+               without a scaler only, not on the null device",
         set: |c, v| {
             c.on_nonfinite = match v.as_str()? {
                 "skip" => OnNonFinite::Skip,

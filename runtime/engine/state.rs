@@ -55,7 +55,7 @@ impl Engine {
             }
         })?;
         let mut state = State {
-            steps: self.resumed.0 + (self.steps() - self.resumed.1),
+            steps: self.steps_of_the_job(),
             groups: self.group_states(&self.t()?),
             scaler: (self.config.scaler == ScalerKind::Dynamic).then_some(ScalerState {
                 scale: scalars.scale,

@@ -192,7 +192,13 @@ impl Serial {
             sum_copies(&self.plan, reduced);
         }
         let loss_scale = self.loss_scale();
-        let found_nonfinite = reduced.iter().flatten().flatten().any(|g| !g.is_finite());
+        let (average, unscale) = (1.0 / weight, 1.0 / f64::from(loss_scale));
+        let (norm, zeros) = norm_and_zeros(self.norm, &self.plan, &reduced);
+        let norm = norm * average * unscale;
+        let clip = if self.max_norm > 0.0 { (self.max_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
+        let factor = average * unscale * clip;
+        let found_nonfinite = reduced.iter().flatten().flatten().any(|g| !g.is_finite())
+            || params().any(|param| is_too_large(&reduced, param, ratio(&self.plan, ParamId(param as u32)) * factor));
         if let Some(scaler) = &mut self.scaler {
             scaler.after(found_nonfinite);
         }
@@ -200,11 +206,6 @@ impl Serial {
             return Verdict { loss_scale, ..self.spoiled() };
         }
         let learning_rates = self.learning_rates();
-        let (average, unscale) = (1.0 / weight, 1.0 / f64::from(loss_scale));
-        let (norm, zeros) = norm_and_zeros(self.norm, &self.plan, &reduced);
-        let norm = norm * average * unscale;
-        let clip = if self.max_norm > 0.0 { (self.max_norm / (norm + 1e-6)).min(1.0) } else { 1.0 };
-        let factor = average * unscale * clip;
         self.t += 1;
         for view in &mut self.views {
             for (weight, gradient) in view.weights.iter_mut().zip(&reduced[view.rank]).filter(|(w, _)| w.trainable) {
@@ -214,6 +215,13 @@ impl Serial {
         }
         Verdict { updated: true, grad_norm: Some(norm), zeros: Some(zeros), loss_scale, learning_rates }
     }
+}
+
+/// Whether the second moment could not hold the square of one of a parameter's gradients, or f32 the factor itself (SPEC T6).
+fn is_too_large(reduced: &[Vec<Vec<f32>>], param: usize, factor: f64) -> bool {
+    let two = |power: i32| 2.0_f64.powi(power);
+    factor > two(127)
+        || reduced.iter().flat_map(|of_rank| &of_rank[param]).any(|g| f64::from(g.abs()) * factor > two(63))
 }
 
 /// Where a rank stands: its part of the model, and its place among those with the same part.
@@ -281,7 +289,7 @@ fn counts(plan: &Plan, rank: usize, param: ParamId) -> bool {
     param.first_copy && (is_experts(group) || at < group.ranks) && (param.tensor_parallel || part == 0)
 }
 
-/// Of the summed gradients, which are all finite.
+/// Of the summed gradients; of no use where one of them is not finite.
 fn norm_and_zeros(norm: NormType, plan: &Plan, reduced: &[Vec<Vec<f32>>]) -> (f64, u64) {
     let sum = |term: fn(f64, f64) -> f64, p: f64, power: fn(f64, f64) -> f64| sums(plan, reduced, term, p, power);
     match norm {

@@ -88,9 +88,9 @@ impl Setup {
         self.skip == Skip::Device || self.updated(step)
     }
 
-    /// How many steps are updated, from the first on to this one.
-    pub fn updates(&self, step: u64) -> u64 {
-        (0..=step).filter(|step| self.updated(*step)).count() as u64
+    /// How many steps are updated, from one on to another.
+    pub fn updates(&self, steps: std::ops::RangeInclusive<u64>) -> u64 {
+        steps.filter(|step| self.updated(*step)).count() as u64
     }
 
     /// Gathers of this rank wait to be opened.
@@ -143,6 +143,10 @@ pub enum Fault {
     NeverShut,
     /// The pre-hook does not hear that a future waits.
     AwaitedLost,
+    /// The optimizer does not hear that a state was loaded.
+    ResumeLost,
+    /// A state is loaded without a wait for outcomes and gathers.
+    ResumedEarly,
 }
 
 /// A rule that a message order broke.

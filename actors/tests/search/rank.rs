@@ -198,7 +198,7 @@ impl Rank {
         format!("rank {} {:?} {:?} mail {mail:?}", self.me, self.executor, self.facts)
     }
 
-    fn planted(&self, fault: Fault) -> bool {
+    pub fn planted(&self, fault: Fault) -> bool {
         self.setup.fault == Some((fault, self.me))
     }
 
@@ -322,6 +322,7 @@ impl Rank {
                 }
                 n
             }
+            Letter::Optimizer(OptimizerMsg::Resume { .. }) if self.planted(Fault::ResumeLost) => return Ok(()),
             Letter::Optimizer(_) => n + 1,
             Letter::Communicator(message) => {
                 if let CommunicatorMsg::Verdict { updated, .. } = message {
@@ -405,8 +406,10 @@ impl Rank {
     /// T1, T8: the row that the device will pick has the learning rate of its t, which is as many tenths.
     fn check_rows(&self, rows: &AdamRows) -> Result<(), Violation> {
         let Some((step, _)) = self.facts.judging.back().copied() else { return Ok(()) };
-        let t = self.setup.updates(step);
-        let found = rows.at(t).map(|rows| (rows[0].lr * 10.0).round() as u64);
+        // The device counts its own updates, and t goes on from the state.
+        let (from, of_state) = self.executor.resumed;
+        let t = of_state + self.setup.updates(from..=step);
+        let found = rows.at(self.setup.updates(0..=step)).map(|rows| (rows[0].lr * 10.0).round() as u64);
         if !self.setup.updated(step) || found == Some(t) {
             return Ok(());
         }

@@ -1,4 +1,4 @@
-//! Records and scalars in device memory: little endian, 64 bytes each, so that ranks and devices agree on the layout.
+//! Records and scalars in device memory: little-endian words, so that ranks and devices agree on the layout.
 
 use super::{HostVerdict, RankRecord, Scalars, Spoiled};
 use crate::norm::{param_from_u64, param_to_u64, words};
@@ -9,10 +9,10 @@ const NON_FINITE: u32 = 3;
 
 impl RankRecord {
     /// Size in memory.
-    pub const BYTES: usize = 64;
+    pub const BYTES: usize = 80;
 
-    /// Eight 64-bit words: `sum_powers`, `max_abs`, `zeros`, non-finite parameter + 1 (0: none), weight, kind and parameter
-    /// of what spoils the step (lower and upper half; kind 0: nothing), stop, hash of what must be alike.
+    /// Ten 64-bit words: `sum_powers`, `max_abs`, `zeros`, non-finite parameter + 1 (0: none), `largest`, `largest_in`, weight, kind
+    /// and parameter of what spoils the step (lower and upper half; kind 0: nothing), stop, hash of what must be alike.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let (kind, param) = match self.host.spoiled {
             None => (0, 0),
@@ -25,6 +25,8 @@ impl RankRecord {
             self.max_abs.to_bits(),
             self.zeros,
             param_to_u64(self.nonfinite),
+            self.largest.to_bits(),
+            u64::from(self.largest_in),
             self.host.weight.to_bits(),
             u64::from(kind) | u64::from(param) << 32,
             u64::from(self.host.stop),
@@ -35,7 +37,7 @@ impl RankRecord {
     /// The inverse of [`RankRecord::to_bytes`]. An unknown kind of spoiling reads as [`Spoiled::Abandoned`]: the step is not
     /// taken.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        let [sum_powers, max_abs, zeros, nonfinite, weight, spoiled, stop, alike] = words(bytes);
+        let [sum_powers, max_abs, zeros, nonfinite, largest, largest_in, weight, spoiled, stop, alike] = words(bytes);
         let param = (spoiled >> 32) as u32;
         let spoiled = match spoiled as u32 {
             0 => None,
@@ -48,6 +50,8 @@ impl RankRecord {
             max_abs: f64::from_bits(max_abs),
             zeros,
             nonfinite: param_from_u64(nonfinite),
+            largest: f64::from_bits(largest),
+            largest_in: largest_in as u32,
             host: HostVerdict { spoiled, weight: f64::from_bits(weight), stop: stop != 0, alike },
         }
     }
@@ -87,8 +91,9 @@ impl Scalars {
     }
 }
 
-fn from_words(words: [u64; 8]) -> [u8; 64] {
-    let mut bytes = [0; 64];
+fn from_words<const WORDS: usize, const BYTES: usize>(words: [u64; WORDS]) -> [u8; BYTES] {
+    const { assert!(BYTES == 8 * WORDS) };
+    let mut bytes = [0; BYTES];
     for (bytes, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
         *bytes = word.to_le_bytes();
     }
@@ -107,7 +112,9 @@ mod tests {
             for nonfinite in [None, Some(0), Some(u32::MAX)] {
                 for stop in [false, true] {
                     let host = HostVerdict { spoiled, weight: 123.5, stop, alike: 0xfeed_0000_beef };
-                    let record = RankRecord { sum_powers: 1e70, max_abs: 3.0, zeros: u64::MAX, nonfinite, host };
+                    let (largest, largest_in) = (4.5, u32::MAX - 1);
+                    let (sum_powers, max_abs, zeros) = (1e70, 3.0, u64::MAX);
+                    let record = RankRecord { sum_powers, max_abs, zeros, nonfinite, largest, largest_in, host };
                     assert_eq!(RankRecord::from_bytes(&record.to_bytes()), record);
                 }
             }
@@ -125,7 +132,7 @@ mod tests {
 
     #[test]
     fn fresh_memory_reads_as_an_empty_record_and_poisoned_memory_as_a_spoiled_one() {
-        assert_eq!(RankRecord::from_bytes(&[0; 64]), RankRecord::default());
-        assert!(RankRecord::from_bytes(&[0xff; 64]).host.spoiled.is_some());
+        assert_eq!(RankRecord::from_bytes(&[0; RankRecord::BYTES]), RankRecord::default());
+        assert!(RankRecord::from_bytes(&[0xff; RankRecord::BYTES]).host.spoiled.is_some());
     }
 }

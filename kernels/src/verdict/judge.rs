@@ -6,6 +6,11 @@ use crate::norm::Partial;
 /// Added to the norm in the clip factor (SPEC T3).
 const CLIP_EPSILON: f64 = 1e-6;
 
+/// The largest gradient for Adam, averaged, unscaled and clipped: 2^63. Its square is a quarter of what an f32 can hold, and that
+/// quarter is room for what rounding adds to the second moment's running mean over any number of steps, and for coupled weight
+/// decay.
+const LARGEST: f64 = (1_u64 << 63) as f64;
+
 /// One rank's record from its buckets' partials, which come in plan order, and what only its host knows. Where the host does not
 /// spoil the step, the first parameter found non-finite before the reduction does.
 pub fn fold(partials: impl IntoIterator<Item = Partial>, host: HostVerdict) -> RankRecord {
@@ -15,6 +20,9 @@ pub fn fold(partials: impl IntoIterator<Item = Partial>, host: HostVerdict) -> R
         record.max_abs = record.max_abs.max(partial.max_abs);
         record.zeros = record.zeros.wrapping_add(partial.zeros);
         record.nonfinite = record.nonfinite.or(partial.nonfinite);
+        if partial.largest > record.largest {
+            (record.largest, record.largest_in) = (partial.largest, partial.largest_in);
+        }
         record.host.spoiled = record.host.spoiled.or(partial.local.map(|param| Spoiled::NonFinite { param }));
     }
     record
@@ -24,9 +32,10 @@ pub fn fold(partials: impl IntoIterator<Item = Partial>, host: HostVerdict) -> R
 /// scale in `scalars`, and tells the host.
 ///
 /// The step is skipped if any rank spoils it, if any gradient is not finite, if the weights add up to nothing, or if hosts differ in
-/// what they must set alike. Only a
-/// step that ends on its gradients' merits (updated, or skipped because they are not finite) moves the scaler: a spoiled
-/// step's gradients say nothing about the scale.
+/// what they must set alike. A gradient whose absolute value exceeds 2^63 once it is averaged, unscaled and clipped counts as one
+/// that is not finite: its square would not stay finite in the second moment (SPEC T6). So does a factor that f32 cannot hold
+/// ([`crate::norm::Partial::LEAST`]), and a norm that f64 cannot. Only a step that ends on its gradients' merits (updated, or
+/// skipped because they are not finite) moves the scaler: a spoiled step's gradients say nothing about the scale.
 ///
 /// Weights are the caller's to check: they are not negative and not NaN. `scalars` are [`Scalars::initial`] or those of the
 /// step before.
@@ -39,12 +48,21 @@ pub fn judge(records: &[RankRecord], rule: &VerdictRule, scaler: &ScalerRule, sc
     };
     scalars.scale = loss_scale;
 
-    let nonfinite = first(records, |record| record.nonfinite);
     let spoiled = first(records, |record| record.host.spoiled);
     let average = match rule.average {
         Average::Ranks(ranks) => Some(1.0 / ranks as f64),
         Average::Weight => reciprocal(job.weight),
     };
+    let scaled = average.map(|average| {
+        let unscale = 1.0 / f64::from(loss_scale);
+        let norm = rule.norm.of(job.sum_powers, job.max_abs) * average * unscale;
+        (norm, average * unscale * clip_factor(rule.max_norm, norm))
+    });
+    let too_large = |record: &RankRecord| {
+        let (norm, factor) = scaled?;
+        (record.largest * factor > LARGEST || !norm.is_finite()).then_some(record.largest_in)
+    };
+    let nonfinite = first(records, |record| record.nonfinite).or_else(|| first(records, too_large));
     let unlike = records.iter().position(|record| record.host.alike != records[0].host.alike);
     if spoiled.is_none() && unlike.is_none() && average.is_some() {
         scalars.move_scale(scaler, nonfinite.is_some());
@@ -65,11 +83,9 @@ pub fn judge(records: &[RankRecord], rule: &VerdictRule, scaler: &ScalerRule, sc
         unlike,
         stop: records.iter().any(|record| record.host.stop),
     };
-    match average {
-        Some(average) if nonfinite.is_none() && spoiled.is_none() && unlike.is_none() => {
-            let unscale = 1.0 / f64::from(loss_scale);
-            let norm = rule.norm.of(job.sum_powers, job.max_abs) * average * unscale;
-            scalars.factor = average * unscale * clip_factor(rule.max_norm, norm);
+    match scaled {
+        Some((norm, factor)) if nonfinite.is_none() && spoiled.is_none() && unlike.is_none() => {
+            scalars.factor = factor;
             scalars.skip = false;
             scalars.updates += 1;
             report.updated = true;
@@ -134,6 +150,10 @@ mod tests {
     const DYNAMIC: ScalerRule =
         ScalerRule::Dynamic { initial: 8.0, min: 1.0, growth: 2.0, backoff: 0.5, interval: 2, hysteresis: 1 };
 
+    fn tiny(initial: f32) -> ScalerRule {
+        ScalerRule::Dynamic { initial, min: 1e-38, growth: 2.0, backoff: 0.5, interval: 2, hysteresis: 1 }
+    }
+
     fn record(sum_powers: f64) -> RankRecord {
         RankRecord { sum_powers, ..RankRecord::default() }
     }
@@ -154,14 +174,19 @@ mod tests {
 
     #[test]
     fn shards_fold_in_plan_order() {
-        let shard =
-            |sum_powers, max_abs, zeros, nonfinite| Partial { sum_powers, max_abs, zeros, nonfinite, local: None };
+        let shard = |sum_powers, max_abs: f64, zeros, nonfinite| {
+            let (largest, largest_in) = (max_abs * 2.0, zeros as u32 + 10);
+            Partial { sum_powers, max_abs, zeros, nonfinite, largest, largest_in, local: None }
+        };
         let host = HostVerdict { weight: 5.0, stop: true, ..HostVerdict::default() };
         // 1 + 2^-53 - 1 is 0 from the left and 2^-53 from the right.
         let tiny = 2.0_f64.powi(-53);
         let partials = [shard(1.0, 1.0, 3, None), shard(tiny, 9.0, 4, Some(6)), shard(-1.0, 2.0, 0, Some(2))];
         let record = fold(partials, host);
-        assert_eq!(record, RankRecord { sum_powers: 0.0, max_abs: 9.0, zeros: 7, nonfinite: Some(6), host });
+        let (largest, largest_in) = (18.0, 14);
+        let expected =
+            RankRecord { sum_powers: 0.0, max_abs: 9.0, zeros: 7, nonfinite: Some(6), largest, largest_in, host };
+        assert_eq!(record, expected);
         assert_eq!(fold([], host), RankRecord { host, ..RankRecord::default() });
     }
 
@@ -266,6 +291,69 @@ mod tests {
         assert!(!report.updated && scalars.skip && !report.nonfinite_is_error);
         assert_eq!((report.grad_norm, report.zeros), (None, None));
         assert_eq!((report.loss_scale, report.next_loss_scale, scalars.scale), (8.0, 4.0, 4.0));
+    }
+
+    /// A record of one element of parameter 7.
+    fn holding(g: f32) -> RankRecord {
+        let g = f64::from(g.abs());
+        RankRecord { max_abs: g, largest: g.max(Partial::LEAST), largest_in: 7, ..record(g * g) }
+    }
+
+    #[test]
+    fn finite_gradients_that_adam_could_not_square_count_as_nonfinite() {
+        let clipped = VerdictRule { max_norm: 1.0, ..RANKS };
+        let [fits, grows] = [63, 64].map(|power| 2.0_f32.powi(power));
+        // Averaged over two: 2^63 is the limit.
+        for (g, rule, scale, updated) in [
+            (grows, RANKS, 1.0, true),
+            (grows.next_up(), RANKS, 1.0, false),
+            (f32::MAX, RANKS, 1.0, false),
+            (f32::MAX, clipped, 1.0, true),
+            (fits, RANKS, 0.5, true),
+            (grows, RANKS, 0.5, false),
+            (1e10, RANKS, 1e-37, false),
+            (1e10, clipped, 1e-37, true),
+            (1e-30, RANKS, 1e-37, true),
+        ] {
+            for scaler in [ScalerRule::Constant { scale }, tiny(scale)] {
+                let (scalars, report) = judged(&[record(1.0), holding(g)], &rule, &scaler);
+                assert_eq!((report.updated, scalars.skip), (updated, !updated), "{g} {rule:?} {scaler:?}");
+                assert_eq!(report.nonfinite, (!updated).then_some((1, 7)), "{g} {rule:?} {scaler:?}");
+                assert_eq!(report.grad_norm.is_some(), updated);
+                let g = g * scalars.factor as f32;
+                assert!((g * g).is_finite());
+                if matches!(scaler, ScalerRule::Dynamic { .. }) {
+                    assert_eq!(scalars.scale, if updated { scale } else { scale * 0.5 }, "as for inf");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_gradient_too_large_for_adam_is_an_error_by_policy_and_one_that_is_not_finite_is_named_first() {
+        let rule = VerdictRule { on_nonfinite: OnNonFinite::Error, ..RANKS };
+        let (_, report) = judged(&[holding(1e30)], &rule, &ScalerRule::None);
+        assert!(report.nonfinite_is_error && report.nonfinite == Some((0, 7)));
+        let nan = RankRecord { nonfinite: Some(3), ..record(f64::NAN) };
+        assert_eq!(judged(&[holding(1e30), nan], &rule, &ScalerRule::None).1.nonfinite, Some((1, 3)));
+        let spoiled = [holding(1e30), spoiled(Spoiled::Unused { param: 1 })];
+        let (scalars, report) = judged(&spoiled, &RANKS, &tiny(1.0));
+        assert_eq!((report.updated, scalars.scale), (false, 1.0), "a spoiled step moves no scale");
+    }
+
+    #[test]
+    fn a_factor_that_is_no_f32_skips_zeros_too_and_so_does_a_norm_that_is_no_f64() {
+        // Weights of next to nothing times a scale of next to nothing: zero times infinity would be NaN.
+        let rule = VerdictRule { average: Average::Weight, ..RANKS };
+        let zero = RankRecord { host: HostVerdict { weight: 1e-20, ..HostVerdict::default() }, ..holding(0.0) };
+        for (scale, updated) in [(1e-18, true), (1e-19, false)] {
+            let (scalars, report) = judged(&[zero], &rule, &ScalerRule::Constant { scale });
+            assert_eq!((report.updated, scalars.skip, report.nonfinite.is_none()), (updated, !updated, updated));
+            assert!((scalars.factor as f32).is_finite());
+        }
+        let rule = VerdictRule { norm: NormType::P(1.0), max_norm: 1.0, ..RANKS };
+        let (scalars, report) = judged(&[record(f64::MAX)], &rule, &ScalerRule::Constant { scale: 0.25 });
+        assert!(!report.updated && scalars.skip && report.nonfinite.is_some(), "{report:?}");
     }
 
     #[test]
