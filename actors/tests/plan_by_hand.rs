@@ -370,6 +370,11 @@ fn what_cannot_help_is_said_once_and_is_no_error() {
     assert!(hints(2, Bucketing::Count(1))[0].contains("each of 2 buffers has a last bucket of its own"));
     let one = Plan::new(&input(2, vec![bf16("a", 128)], &[&[&[0]]])).unwrap();
     assert!(one.hints()[0].contains("one bucket"));
+    let mut grouped = input(2, vec![bf16("a", 128), f32("b", 128)], &[&[&[0], &[1]]]);
+    let group =
+        |name: &str| ShardGroupSpec { name: name.into(), ranks: 1, across: Across::Experts, average_over: None };
+    (grouped.shard_groups, grouped.params[1].shard_group) = (vec![group("idle"), group("experts")], 2);
+    assert_eq!(Plan::new(&grouped).unwrap().hints(), ["shard group `idle`: no parameter names it"]);
 }
 
 #[test]

@@ -52,6 +52,12 @@ impl Plan {
             )),
             _ => {}
         }
+        for (number, group) in self.shard_groups.iter().enumerate().skip(1) {
+            if self.params.iter().all(|param| param.shard_group != number) {
+                let name = group.name.as_deref().unwrap_or_default();
+                hints.push(format!("shard group `{name}`: no parameter names it"));
+            }
+        }
         hints
     }
 
