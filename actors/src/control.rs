@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gatherflow_kernels::{
     Cause, CollectiveKey, DeviceError, Failure, FailureKind, Link, LocalWorld, Members, Place, clock,
@@ -397,7 +397,7 @@ impl Control {
         late: &dyn Fn(usize) -> String,
     ) -> Result<Option<String>, Cause> {
         let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
-        let mut deadline = Instant::now() + limit;
+        let mut deadline = clock::deadline(limit);
         let mut meeting = self.hub.meeting.lock();
         let round = meeting.bring(self.rank, lines);
         self.hub.met.notify_all();
@@ -418,7 +418,7 @@ impl Control {
                         continue;
                     }
                     if self.hub.boards[rank].busy_within(limit_ns, clock::now_ns()) {
-                        deadline = Instant::now() + limit;
+                        deadline = clock::deadline(limit);
                         continue;
                     }
                     Failure::new(FailureKind::Deadline, rank, late(rank))
