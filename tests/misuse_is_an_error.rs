@@ -136,7 +136,7 @@ fn a_step_beside_a_leave_on_another_thread_comes_before_it_or_after() {
     let (begun, over) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let meet = |count: &AtomicUsize, at| {
         while count.load(Ordering::SeqCst) < at {
-            std::hint::spin_loop()
+            std::hint::spin_loop();
         }
     };
     let (sender, receiver) = std::sync::mpsc::channel::<gatherflow::OwnedPass>();
@@ -261,6 +261,21 @@ fn an_outcome_that_is_no_longer_kept_fails_nothing() {
     misuse(first.outcome(), "there is no outcome of step 0");
     microbatch(&engine, &small, true, 1.0);
     assert!(engine.step().unwrap().outcome().unwrap().updated);
+}
+
+#[test]
+fn deadlines_beyond_what_a_clock_can_tell_are_no_panic() {
+    let forever = std::time::Duration::from_secs_f64(1.8e19);
+    let trained = on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config().deadlines(forever)).unwrap();
+        for _ in 0..3 {
+            microbatch(&engine, &small, true, 1.0);
+            assert!(engine.step().unwrap().outcome().unwrap().updated);
+        }
+        engine.reload_masters().unwrap();
+        engine.close()
+    });
+    assert!(trained.iter().all(Result::is_ok), "{trained:?}");
 }
 
 #[test]
