@@ -264,6 +264,14 @@ fn an_outcome_that_is_no_longer_kept_fails_nothing() {
 }
 
 #[test]
+fn no_ranks_and_more_than_a_process_has_threads_for_are_refused() {
+    misuse(gatherflow::Ranks::local(0), "at least one rank");
+    for ranks in [65_537, usize::MAX] {
+        misuse(gatherflow::Ranks::local(ranks), &format!("{ranks} ranks cannot be threads of one process"));
+    }
+}
+
+#[test]
 fn deadlines_beyond_what_a_clock_can_tell_are_no_panic() {
     let forever = std::time::Duration::from_secs_f64(1.8e19);
     let trained = on_ranks(2, |rank| {

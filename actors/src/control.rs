@@ -207,7 +207,7 @@ impl Ranks {
     /// `ranks` ranks as threads of this process, over an emulated link if one is given. Give each thread its seat.
     ///
     /// # Errors
-    /// What [`LocalWorld::new`] refuses: no ranks, or a link without bandwidth.
+    /// What [`LocalWorld::new`] refuses: no ranks or too many, or a link without bandwidth.
     pub fn local(ranks: usize, link: Option<Link>) -> Result<Vec<Seat>, DeviceError> {
         let world = LocalWorld::new(ranks, link)?;
         let hub = Arc::new(Hub {
