@@ -126,6 +126,9 @@ fn arguments() -> Result<(Config, u64, Size), String> {
         None => Ok(default),
     };
     let (steps, megabytes) = (u64::from(number("steps", 200)?), number("megabytes", 0)?);
+    if let Some(more) = arguments.next() {
+        return Err(format!("`{more}`: expected overlap, steps and megabytes, and nothing more"));
+    }
     let width = (f64::from(megabytes) * 1e6 / 2.0).sqrt() as usize; // of a square weight in bf16
     Ok((config, steps, if megabytes > 0 { [width, width, 1] } else { [8, 64, 64] }))
 }

@@ -1,7 +1,8 @@
 //! `'static` handles for adapters that cannot borrow: the same pass, checked at run time.
 //!
 //! An [`OwnedPass`] belongs to one step and is refused by name once that step was taken. Its guards are counted per
-//! parameter; `step` returns an error naming the parameter while one lives (rule V3). It does not keep the engine alive.
+//! parameter; `step` returns an error naming the parameter while one lives (rule V3), and likewise while another thread is
+//! about to leave a unit. It does not keep the engine alive.
 //! A panic through one in mid-pass spoils the step, as one through [`Back`](crate::Back) does.
 
 use std::sync::{Arc, Weak};
@@ -47,7 +48,13 @@ impl OwnedPass {
     /// A pass of an earlier step, a unit of another chunk, parameters that are swapped unless it is for evaluation, or the
     /// first cause of a fatal failure.
     pub fn enter(&self, unit: UnitId) -> Result<(), Error> {
-        self.current()?.enter(self.chunk, unit, self.counts)
+        let shared = self.current()?;
+        shared.enter(self.chunk, unit, false)?;
+        if self.counts {
+            let _held = self.hold_unit(&shared, unit)?;
+            shared.gradients.entered(unit);
+        }
+        Ok(())
     }
 
     /// Enters a unit again to recompute its activations for backward; this does not count as a use.
@@ -66,6 +73,7 @@ impl OwnedPass {
     pub fn leave(&self, unit: UnitId) -> Result<(), Error> {
         let shared = self.current()?;
         check_trains(&shared, self.mode)?;
+        let _held = self.hold_unit(&shared, unit)?;
         shared.begin_backward(self.chunk, unit, self.counts)?;
         shared.left(unit, self.counts)
     }
@@ -135,6 +143,15 @@ impl OwnedPass {
         shared.param(param)?;
         let live = Shared::hold(shared, param);
         self.check_current(&live.shared)?;
+        Ok(live)
+    }
+
+    /// As [`OwnedPass::hold`], while a use of the unit is counted: one that a concurrent `step` overtook would count in the next
+    /// step. Of a unit without parameters nobody asks.
+    fn hold_unit<'s>(&self, shared: &'s Shared, unit: UnitId) -> Result<Option<Live<&'s Shared>>, Error> {
+        let first = shared.unit_of(self.chunk, unit)?.params.first();
+        let live = first.map(|param| Shared::hold(shared, *param));
+        self.check_current(shared)?;
         Ok(live)
     }
 

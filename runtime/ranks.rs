@@ -31,7 +31,7 @@ impl Ranks {
     /// So many ranks as threads of this process.
     ///
     /// # Errors
-    /// No ranks at all.
+    /// No ranks at all, or more than a process has threads for.
     pub fn local(ranks: usize) -> Result<Vec<Rank>, Error> {
         Self::local_with(ranks, None)
     }
@@ -39,7 +39,7 @@ impl Ranks {
     /// So many ranks over an emulated link.
     ///
     /// # Errors
-    /// No ranks at all, or a link without bandwidth.
+    /// No ranks at all, more than a process has threads for, or a link without bandwidth.
     pub fn local_with(ranks: usize, link: Option<Link>) -> Result<Vec<Rank>, Error> {
         let seats = actors::Ranks::local(ranks, link).map_err(|e| Error::new(ErrorKind::Misuse, e.to_string()))?;
         Ok(seats.into_iter().map(|seat| Rank { seat, link }).collect())

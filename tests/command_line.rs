@@ -126,7 +126,7 @@ fn bad_arguments_are_refused_by_name() {
     refused(&["plan"], "no model: give a model description or --gpt");
     refused(&["plan", "--gpt", "1,2"], "three whole numbers");
     refused(&["plan", "--gpt", "1,0,3"], "--gpt: parameter `embed.tokens`");
-    refused(&["plan", "--gpt", "1,18446744073709551615,3"], "--gpt: parameter");
+    refused(&["plan", "--gpt", "1,18446744073709551615,3"], "the number of elements must fit in 64 bits");
     refused(&["plan", "--gpt", "999999999,208,256"], "999999999 layers");
     refused(&["plan", "--gpt", "1,8,8", "--ranks", "0"], "`ranks` = 0");
     refused(&["plan", "--gpt", "1,8,8", "--num-buckets", "0"], "`num_buckets` = 0");

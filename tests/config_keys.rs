@@ -247,6 +247,14 @@ fn numbers_that_are_infinite_or_zero_in_f32_are_refused_by_name() {
 }
 
 #[test]
+fn a_first_loss_scale_below_the_smallest_is_refused_for_the_dynamic_scaler() {
+    let text = refusal("scaler = { kind = \"dynamic\", initial = 8, min = 1e10 }");
+    assert!(text.contains("`scaler.initial` = 8.0: expected at least `scaler.min`, which is 10000000000.0"), "{text}");
+    assert!(refusal("scaler = { kind = \"dynamic\", initial = 0.5 }").contains("which is 1.0"));
+    Config::from_toml("scaler = { kind = \"dynamic\", initial = 0.5, min = 0.5 }").unwrap();
+}
+
+#[test]
 fn f16_parameters_without_a_scaler_are_refused_by_name() {
     let error = model(DType::F16).plan(2, &Config::new()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Config);

@@ -129,6 +129,58 @@ fn step_refuses_while_an_owned_guard_is_alive_and_goes_on_after() {
 }
 
 #[test]
+fn a_step_beside_a_leave_on_another_thread_comes_before_it_or_after() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let (mut engine, small) = solo(config());
+    // Rounds that have begun, and those that are over on the other thread. Parking would be too slow to meet in the middle.
+    let (begun, over) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let meet = |count: &AtomicUsize, at| {
+        while count.load(Ordering::SeqCst) < at {
+            std::hint::spin_loop();
+        }
+    };
+    let (sender, receiver) = std::sync::mpsc::channel::<gatherflow::OwnedPass>();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for (round, pass) in receiver.into_iter().enumerate() {
+                meet(&begun, round + 1);
+                let left = pass.leave(small.first);
+                over.store(round + 1, Ordering::SeqCst);
+                // A step that comes first refuses it by name.
+                if let Err(error) = left {
+                    assert!(error.to_string().contains("belongs to step"), "{error}");
+                }
+            }
+        });
+        let begin = |engine: &gatherflow::Engine| {
+            let pass = engine.owned_pass(small.chunk, 0, true, Mode::Train).unwrap();
+            pass.enter(small.first).unwrap();
+            let mut gradient = pass.grad::<f32>(small.tied).unwrap();
+            gradient.fill(1.0);
+            gradient.complete();
+            pass
+        };
+        for round in 0..3000 {
+            sender.send(begin(&engine)).unwrap();
+            begun.store(round + 1, Ordering::SeqCst);
+            (0..round % 300).for_each(|_| std::hint::spin_loop());
+            let handle = loop {
+                match engine.step() {
+                    Ok(handle) => break handle,
+                    Err(error) => misuse::<()>(Err(error), "`tied`: a guard of it is alive"),
+                }
+            };
+            meet(&over, round + 1);
+            let norm = handle.outcome().unwrap().grad_norm.unwrap();
+            assert!((norm - 150.0_f64.sqrt()).abs() < 1e-6, "{norm}");
+            begin(&engine).leave(small.first).unwrap();
+            engine.step().unwrap().outcome().unwrap();
+        }
+        drop(sender);
+    });
+}
+
+#[test]
 fn a_guard_that_was_forgotten_is_named_by_step_instead_of_hanging() {
     let (mut engine, small) = solo(config());
     std::mem::forget(engine.read::<f32>(small.tied).unwrap());
@@ -209,6 +261,29 @@ fn an_outcome_that_is_no_longer_kept_fails_nothing() {
     misuse(first.outcome(), "there is no outcome of step 0");
     microbatch(&engine, &small, true, 1.0);
     assert!(engine.step().unwrap().outcome().unwrap().updated);
+}
+
+#[test]
+fn no_ranks_and_more_than_a_process_has_threads_for_are_refused() {
+    misuse(gatherflow::Ranks::local(0), "at least one rank");
+    for ranks in [65_537, usize::MAX] {
+        misuse(gatherflow::Ranks::local(ranks), &format!("{ranks} ranks cannot be threads of one process"));
+    }
+}
+
+#[test]
+fn deadlines_beyond_what_a_clock_can_tell_are_no_panic() {
+    let forever = std::time::Duration::from_secs_f64(1.8e19);
+    let trained = on_ranks(2, |rank| {
+        let (mut engine, small) = small::engine(rank, config().deadlines(forever)).unwrap();
+        for _ in 0..3 {
+            microbatch(&engine, &small, true, 1.0);
+            assert!(engine.step().unwrap().outcome().unwrap().updated);
+        }
+        engine.reload_masters().unwrap();
+        engine.close()
+    });
+    assert!(trained.iter().all(Result::is_ok), "{trained:?}");
 }
 
 #[test]

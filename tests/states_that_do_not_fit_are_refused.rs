@@ -162,6 +162,16 @@ fn a_loss_scale_that_cannot_be_is_refused() {
     }
 }
 
+#[test]
+fn counts_that_would_overflow_are_refused() {
+    let (mut engine, _) = solo(config());
+    let saved = engine.state().unwrap();
+    let t = changed(&saved, |s| s.groups[0].t = u64::MAX);
+    assert!(refused(&mut engine, &t).contains("t of optimizer group 0 is 18446744073709551615"));
+    let steps = changed(&saved, |s| s.steps = u64::MAX);
+    assert!(refused(&mut engine, &steps).contains("the number of steps is 18446744073709551615"));
+}
+
 /// One rank's state differs in one bit of one moment, or is of another model, or not whole.
 #[test]
 fn a_rank_that_loads_another_state_is_named_on_all_ranks_and_nothing_has_changed() {

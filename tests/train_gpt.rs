@@ -216,6 +216,7 @@ fn the_executor_without_a_framework_refuses_bad_arguments_by_name() {
         (&["bogus"][..], "`overlap`"),
         (&["window", "abc"], "steps = `abc`"),
         (&["window", "3", "x"], "megabytes = `x`"),
+        (&["window", "3", "0", "more"], "`more`"),
     ];
     for (arguments, names) in bad {
         let output = Command::new(built("custom_executor")).args(arguments).output().unwrap();

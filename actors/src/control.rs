@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gatherflow_kernels::{
     Cause, CollectiveKey, DeviceError, Failure, FailureKind, Link, LocalWorld, Members, Place, clock,
@@ -224,7 +224,7 @@ impl Ranks {
     /// `ranks` ranks as threads of this process, over an emulated link if one is given. Give each thread its seat.
     ///
     /// # Errors
-    /// What [`LocalWorld::new`] refuses: no ranks, or a link without bandwidth.
+    /// What [`LocalWorld::new`] refuses: no ranks or too many, or a link without bandwidth.
     pub fn local(ranks: usize, link: Option<Link>) -> Result<Vec<Seat>, DeviceError> {
         let world = LocalWorld::new(ranks, link)?;
         let hub = Arc::new(Hub {
@@ -441,7 +441,7 @@ impl Control {
         late: &dyn Fn(usize) -> String,
     ) -> Result<Vec<Arc<Brought>>, Cause> {
         let limit_ns = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
-        let mut deadline = Instant::now() + limit;
+        let mut deadline = clock::deadline(limit);
         let mut meeting = self.hub.meeting.lock();
         let round = meeting.bring(self.rank, brought);
         self.hub.met.notify_all();
@@ -462,7 +462,7 @@ impl Control {
                         continue;
                     }
                     if self.hub.boards[rank].busy_within(limit_ns, clock::now_ns()) {
-                        deadline = Instant::now() + limit;
+                        deadline = clock::deadline(limit);
                         continue;
                     }
                     Failure::new(FailureKind::Deadline, rank, late(rank))

@@ -9,9 +9,12 @@ use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use gatherflow_kernels::{Cause, Event, Failure, FailureKind, clock::now_ns};
+use gatherflow_kernels::{
+    Cause, Event, Failure, FailureKind,
+    clock::{deadline, now_ns},
+};
 use parking_lot::{Condvar, Mutex};
 
 use crate::action::{Publication, StepOutcome};
@@ -250,7 +253,7 @@ impl Face {
             return Ok(value);
         }
         let from_ns = now_ns();
-        let deadline = Instant::now() + limit;
+        let end = deadline(limit);
         let mut lot = self.lot.lock();
         parked.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -261,7 +264,7 @@ impl Face {
             if let Some(cause) = self.failed() {
                 break Err(cause.clone());
             }
-            if self.changed.wait_until(&mut lot, deadline).timed_out() {
+            if self.changed.wait_until(&mut lot, end).timed_out() {
                 let message = format!("waited {:.1} s for {}", limit.as_secs_f64(), what());
                 break condition().ok_or_else(|| Arc::new(Failure::new(FailureKind::Deadline, self.rank, message)));
             }

@@ -5,10 +5,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::clock;
 use crate::error::Cause;
 
 /// How an event stands.
@@ -118,7 +119,7 @@ impl Event {
                 _ => break,
             }
         }
-        let deadline = Instant::now() + limit;
+        let deadline = clock::deadline(limit);
         let mut ended = signal.ended.lock();
         loop {
             match signal.state.load(Ordering::Acquire) {

@@ -41,10 +41,19 @@ pub enum WorldError {
         /// How many there are.
         ranks: usize,
     },
+    /// More ranks than a process has threads for.
+    #[error("{ranks} ranks cannot be threads of one process: at most {MOST_RANKS} can")]
+    TooManyRanks {
+        /// How many were asked for.
+        ranks: usize,
+    },
     /// The emulated link makes no sense.
     #[error(transparent)]
     Link(#[from] LinkError),
 }
+
+/// Most ranks of one process, each of which has several threads.
+const MOST_RANKS: usize = 1 << 16;
 
 /// What the ranks of one process share.
 #[derive(Debug)]
@@ -57,10 +66,13 @@ impl LocalWorld {
     /// A world of `ranks` ranks, with an emulated link if one is given. One rank alone has no link.
     ///
     /// # Errors
-    /// [`DeviceError::World`] without ranks, or if the link's numbers make no sense.
+    /// [`DeviceError::World`] without ranks, with more than a process has threads for, or if the link's numbers make no sense.
     pub fn new(ranks: usize, link: Option<Link>) -> Result<Arc<Self>, DeviceError> {
         if ranks == 0 {
             return Err(WorldError::NoRanks.into());
+        }
+        if ranks > MOST_RANKS {
+            return Err(WorldError::TooManyRanks { ranks }.into());
         }
         let link = link.map(Link::checked).transpose().map_err(WorldError::from)?;
         Ok(Arc::new(Self { ranks, meetings: Meetings::new(ranks, link.filter(|_| ranks > 1)) }))

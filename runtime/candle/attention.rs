@@ -22,10 +22,10 @@ const BLOCK: usize = 64;
 /// A shape that is not of this form, an activation that is not f32 on the CPU.
 pub fn attention(qkv: &Tensor, heads: usize) -> Result<Tensor> {
     let (batch, time, joint) = qkv.dims3()?;
-    if heads == 0 || !joint.is_multiple_of(3 * heads) || qkv.elem_count() == 0 {
+    let width = joint / 3;
+    if heads == 0 || width * 3 != joint || !width.is_multiple_of(heads) || qkv.elem_count() == 0 {
         bail!("attention with {heads} heads does not fit {:?}: the last dimension is 3 x heads x size", qkv.shape());
     }
-    let width = joint / 3;
     let op = Attention { batch, time, heads, width, probabilities: OnceLock::new() };
     qkv.contiguous()?.apply_op1(op)
 }

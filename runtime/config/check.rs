@@ -15,6 +15,11 @@ impl Config {
     /// [`ConfigError`] names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.validate_layer()?;
+        if self.scaler == ScalerKind::Dynamic && self.initial < self.min {
+            // The first back-off would raise it.
+            let expected = format!("at least `scaler.min`, which is {:?}", self.min);
+            return Err(bad_value("scaler.initial", &Value::Float(self.initial), &expected));
+        }
         match self.dead().find(|(key, ..)| self.explicit.contains(key)) {
             Some((key, _, reason)) => Err(ConfigError::Dead { key, reason: reason.to_owned() }),
             None => Ok(()),

@@ -351,7 +351,7 @@ pub const KEYS: &[Key] = &[
     },
     Key {
         name: "scaler.initial",
-        values: "a number from 1.2e-38, below 3.4e38",
+        values: "a number from 1.2e-38, below 3.4e38, at least scaler.min",
         default: "4294967296",
         help: "the first scale of the dynamic scaler",
         set: |c, v| put(&mut c.initial, scale(v)),

@@ -41,7 +41,9 @@ pub enum ModelError {
         second_shape: Vec<usize>,
     },
     /// A dimension is 0, or the product does not fit.
-    #[error("parameter `{name}` has the impossible shape {shape:?}: every dimension must be at least 1")]
+    #[error(
+        "parameter `{name}` has the impossible shape {shape:?}: every dimension must be at least 1, and the number of elements must fit in 64 bits"
+    )]
     BadShape {
         /// Which parameter.
         name: String,

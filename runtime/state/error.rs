@@ -62,6 +62,14 @@ pub enum StateError {
         /// Elements of the parameter.
         numel: usize,
     },
+    /// A count beyond what training can reach: going on from it would overflow.
+    #[error("{what} is {count}: nothing has taken so many steps")]
+    BadCount {
+        /// The number of steps, or the step count of which group.
+        what: String,
+        /// What it is.
+        count: u64,
+    },
     /// A loss scaler that cannot be.
     #[error("the loss scale is {scale}: it must be finite and above 0")]
     BadScale {

@@ -5,6 +5,9 @@ use std::collections::{BTreeSet, HashMap};
 use super::{FIELDS, Part, State, StateError, TensorState, tensors, title};
 use crate::actors::{Fnv, Line, ParamId, Plan, PlanRank, Range};
 
+/// Steps counted on from here for longer than anything runs still fit.
+const MOST_STEPS: u64 = u64::MAX / 2;
+
 /// A whole state that a rank can go on from.
 #[derive(Debug)]
 pub(crate) struct Fit<'a> {
@@ -19,6 +22,11 @@ impl<'a> Fit<'a> {
             && !(scaler.scale.is_finite() && scaler.scale > 0.0)
         {
             return Err(StateError::BadScale { scale: scaler.scale.to_string() });
+        }
+        let counts = state.groups.iter().enumerate().map(|(group, g)| (format!("t of optimizer group {group}"), g.t));
+        let mut counts = counts.chain([("the number of steps".to_owned(), state.steps)]);
+        if let Some((what, count)) = counts.find(|(_, count)| *count > MOST_STEPS) {
+            return Err(StateError::BadCount { what, count });
         }
         if state.groups.len() != plan.groups() {
             return Err(StateError::Groups { state: state.groups.len(), model: plan.groups() });

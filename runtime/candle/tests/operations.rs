@@ -216,4 +216,8 @@ fn shapes_that_disagree_are_named() {
     assert!(text(forward.embedding(&x, weight, &ids)).contains("id 3 is beyond"));
     assert!(text(cross_entropy(&x, &Tensor::new(&[0u32, 5], &Device::Cpu).unwrap())).contains("target 5"));
     assert!(text(attention(&x.unsqueeze(0).unwrap(), 2)).contains("2 heads"));
+    for heads in [0, 4, usize::MAX, usize::MAX / 3 + 1] {
+        let qkv = var(&numbers(12, 22), &[1, 2, 6]);
+        assert!(text(attention(&qkv, heads)).contains(&format!("{heads} heads")));
+    }
 }
