@@ -232,6 +232,12 @@ pub enum ConfigError {
         /// What is allowed.
         expected: String,
     },
+    /// TOML has several ways to write a key, and two of them were used.
+    #[error("configuration key `{key}` sets what another line has set already: leave one of them out")]
+    Twice {
+        /// The key, or its table.
+        key: String,
+    },
     /// Two keys that exclude each other.
     #[error("configuration keys `{first}` and `{second}` exclude each other: leave one of them out")]
     Conflict {

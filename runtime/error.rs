@@ -30,7 +30,7 @@ pub enum ErrorKind {
     Abandoned,
     /// The step was skipped on every rank: a parameter got no gradient and the policy is `unused = "error"`.
     Unused,
-    /// The step was skipped on every rank: averaging by weight, and every rank gave weight 0.
+    /// The step was skipped on every rank: averaging by weight, and every rank gave weight 0, or nearly so.
     NoWeight,
     /// The step was skipped on every rank: ranks had set different learning rates, or schedules that give different ones.
     LearningRates,

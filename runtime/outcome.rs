@@ -106,7 +106,7 @@ fn judge(shared: &Shared, step: u64, outcome: &StepOutcome) -> Result<Outcome, E
         });
     }
     if report.no_weight {
-        let message = "every rank gave weight 0 to a weighted average; every rank skipped the step";
+        let message = "every rank gave weight 0 to a weighted average, or so little that its inverse is no f32; every rank skipped the step";
         return Err(error(ErrorKind::NoWeight, shared.rank, None, message));
     }
     if let Some(rank) = report.unlike {

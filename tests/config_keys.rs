@@ -8,6 +8,18 @@ fn refusal(text: &str) -> String {
 }
 
 #[test]
+fn a_key_that_a_file_sets_in_two_ways_is_refused() {
+    for text in [
+        "\"scaler.kind\" = \"dynamic\"\n[scaler]\nkind = \"none\"",
+        "\"deadlines.silence_s\" = 3\ndeadlines.silence_s = 4",
+    ] {
+        let error = Config::from_toml(text).unwrap_err().to_string();
+        assert!(error.contains("sets what another line has set already"), "{error}");
+    }
+    Config::from_toml("\"scaler.kind\" = \"dynamic\"\n[scaler]\ninterval = 3").unwrap();
+}
+
+#[test]
 fn an_unknown_key_is_refused_with_the_nearest_one_as_a_hint() {
     assert!(refusal("credit = 3").contains("unknown configuration key `credit`; did you mean `credits`?"));
     assert!(refusal("overlap_grad_reduction = true").contains("did you mean `overlap_grad_reduce`?"));

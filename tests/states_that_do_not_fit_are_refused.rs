@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use gatherflow::{
-    Config, DType, Engine, Error, ErrorKind, Group, Mode, Model, ParamOptions, Rank, ScalerKind, State, StateError,
-    bf16,
+    Config, DType, Engine, Error, ErrorKind, Group, Mode, Model, ParamOptions, Piece, Rank, ScalerKind, State,
+    StateError, bf16,
 };
 use small::{Small, bits, config, microbatch, on_ranks, solo};
 
@@ -170,6 +170,23 @@ fn counts_that_would_overflow_are_refused() {
     assert!(refused(&mut engine, &t).contains("t of optimizer group 0 is 18446744073709551615"));
     let steps = changed(&saved, |s| s.steps = u64::MAX);
     assert!(refused(&mut engine, &steps).contains("the number of steps is 18446744073709551615"));
+}
+
+#[test]
+fn values_that_adam_never_leaves_are_refused_by_element() {
+    let (mut engine, _) = solo(config());
+    let saved = engine.state().unwrap();
+    let with = |change: &dyn Fn(&mut Piece)| changed(&saved, |s| change(&mut tensor(s, "own").pieces[0]));
+    for (state, words) in [
+        (with(&|piece| piece.master[3] = f32::NAN), "the master of element 3 of `own` is NaN"),
+        (with(&|piece| piece.exp_avg[69] = f32::NEG_INFINITY), "the first moment of element 69 of `own` is -inf"),
+        (with(&|piece| piece.exp_avg_sq[0] = -1e-30), "the second moment of element 0 of `own`"),
+    ] {
+        let message = refused(&mut engine, &state);
+        assert!(message.contains(words), "{message}");
+    }
+    let zeros = with(&|piece| piece.exp_avg_sq[0] = -0.0);
+    engine.load_state(&zeros).unwrap();
 }
 
 /// One rank's state differs in one bit of one moment, or is of another model, or not whole.

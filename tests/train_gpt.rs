@@ -147,6 +147,7 @@ fn variables_of_the_environment_are_read() {
 fn bad_input_is_refused_with_exit_code_2_and_named() {
     let short = file("short.txt", b"too short");
     refused(&["--data", &short, "--seq", "9"], "9 bytes");
+    refused(&["--data", "/dev/zero"], "give at most 1 GiB");
     refused(&["--data", "no/such/file.txt"], "no/such/file.txt");
     refused(&["--config", "no/such/file.toml"], "no/such/file.toml");
     refused(&["--config", &file("bad.toml", b"credits = ")], "bad.toml");

@@ -58,6 +58,7 @@ fn setup(mode: Mode, scripts: [Vec<Op>; 2]) -> Setup {
         steps: 2,
         skipped: vec![1],
         issue_on_thread: false,
+        staged: false,
         compare_every: 0,
         scripts: scripts.map(|script| [script, vec![Op::Close]].concat()).into(),
         fault: None,
@@ -212,6 +213,15 @@ fn no_order_breaks_a_rule_where_ranks_go_on_from_a_state_between_steps() {
     search_all("resuming, threaded", &threaded(from_forward(resuming(CHAIN))), &[FIRST, SECOND]);
 }
 
+#[test]
+fn no_order_breaks_a_rule_where_a_weight_is_summed_over_stages() {
+    search_all("staged", &staged(sparse(NONE)), &[FIRST, SECOND]);
+    search_all("staged", &staged(sparse(ONE_CREDIT)), &[FIRST]);
+    search_all("staged, threaded", &staged(threaded(evaluating(CHAIN))), &[FIRST]);
+    search_all("staged, late", &staged(late(shared(blind(NONE)))), &[FIRST]);
+    search_all("staged", &staged(on_device(evaluating(TWO_CREDITS))), &[FIRST]);
+}
+
 /// Everything with everything; some minutes.
 #[test]
 #[ignore = "takes minutes: every program in every mode and variant"]
@@ -256,6 +266,10 @@ fn no_order_breaks_a_rule_where_gathers_land_in_gradient_memory() {
 
 fn late(setup: Setup) -> Setup {
     Setup { overlap_grad_reduce: false, ..setup }
+}
+
+fn staged(setup: Setup) -> Setup {
+    Setup { staged: true, ..setup }
 }
 
 fn threaded(setup: Setup) -> Setup {
@@ -390,6 +404,7 @@ fn draw(seed: u64) -> Setup {
         steps,
         skipped: (0..steps).filter(|_| draw.chance(25)).collect(),
         issue_on_thread: draw.chance(50),
+        staged: draw.chance(40),
         compare_every: draw.below(3) as u64,
         storage: [Storage::Views, Storage::Shared][draw.below(2)],
         scripts,

@@ -1,8 +1,12 @@
 //! The bytes to learn from, and batches of them that depend on seed, step, rank and microbatch alone.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Result, Tensor};
+
+/// Largest text: it is held in memory.
+const MOST_BYTES: u64 = 1 << 30;
 
 /// A text, every byte a token.
 #[derive(Debug)]
@@ -29,8 +33,11 @@ impl Text {
             None => sources(Path::new(env!("CARGO_MANIFEST_DIR")))?,
         };
         for file in files {
-            let text = std::fs::read(&file).map_err(|e| format!("cannot read the text {}: {e}", file.display()))?;
-            bytes.extend(text);
+            let read = std::fs::File::open(&file).and_then(|open| open.take(MOST_BYTES + 1).read_to_end(&mut bytes));
+            read.map_err(|e| format!("cannot read the text {}: {e}", file.display()))?;
+            if bytes.len() as u64 > MOST_BYTES {
+                return Err(format!("the text {} is too large: give at most 1 GiB", file.display()));
+            }
         }
         Ok(Self { bytes })
     }

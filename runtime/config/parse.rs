@@ -21,7 +21,11 @@ impl Config {
             .map_err(|e: toml::de::Error| ConfigError::Syntax { reason: e.to_string().trim_end().to_owned() })?;
         let mut config = Self::default();
         for (name, value) in &table {
+            let (before, adds) = (config.explicit.len(), leaves(name, value));
             config.insert(name, value)?;
+            if config.explicit.len() < before + adds {
+                return Err(ConfigError::Twice { key: name.clone() });
+            }
         }
         config.validate()?;
         Ok(config)
@@ -65,6 +69,14 @@ impl Config {
                 Ok(())
             }
         }
+    }
+}
+
+/// How many keys a value of a file sets.
+fn leaves(name: &str, value: &Value) -> usize {
+    match value {
+        Value::Table(inner) if KEYS.iter().any(|k| in_table(k, name)) => inner.len(),
+        _ => 1,
     }
 }
 

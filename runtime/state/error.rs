@@ -70,6 +70,18 @@ pub enum StateError {
         /// What it is.
         count: u64,
     },
+    /// A value that Adam never leaves.
+    #[error("the {what} of element {element} of {tensor} is {value}: the state is damaged, or of a run that diverged")]
+    BadValue {
+        /// Which parameter.
+        tensor: String,
+        /// Which of its elements.
+        element: usize,
+        /// Master, first or second moment.
+        what: &'static str,
+        /// What it is.
+        value: String,
+    },
     /// A loss scaler that cannot be.
     #[error("the loss scale is {scale}: it must be finite and above 0")]
     BadScale {

@@ -33,6 +33,7 @@ impl<'a> Fit<'a> {
         }
         state.check_is_of(plan)?;
         state.check_whole()?;
+        state.tensors.iter().try_for_each(TensorState::check_values)?;
         let found: HashMap<_, _> = state.tensors.iter().map(|tensor| ((&*tensor.name, tensor.part), tensor)).collect();
         let take = |param: &crate::actors::ParamPlan| {
             // Copies of a weight are saved as the first of them.
@@ -116,6 +117,24 @@ impl State {
 }
 
 impl TensorState {
+    /// Adam keeps all values finite and second moments at 0 or above (SPEC T6): others are of a damaged state.
+    fn check_values(&self) -> Result<(), StateError> {
+        for piece in &self.pieces {
+            for (values, (what, least)) in piece.fields().into_iter().zip([
+                ("master", f32::MIN),
+                ("first moment", f32::MIN),
+                ("second moment", 0.0),
+            ]) {
+                let bad = values.iter().position(|value| !(value.is_finite() && *value >= least));
+                if let Some(at) = bad {
+                    let (element, value) = (piece.start + at, values[at].to_string());
+                    return Err(StateError::BadValue { tensor: self.title(), element, what, value });
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn hash(&self) -> u64 {
         let mut pieces: Vec<_> = self.pieces.iter().collect();
         pieces.sort_unstable_by_key(|piece| piece.start);

@@ -53,6 +53,8 @@ pub struct Setup {
     pub skipped: Vec<u64>,
     /// Collectives are issued by a thread of their own.
     pub issue_on_thread: bool,
+    /// Other pipeline stages have the weight that is there twice: it is summed over these too.
+    pub staged: bool,
     /// Digests are compared after every so many steps.
     pub compare_every: u64,
     /// Per rank, what its executor does.
@@ -96,6 +98,11 @@ impl Setup {
     /// Gathers of this rank wait to be opened.
     pub fn opens(&self, rank: usize) -> bool {
         self.first_gather[rank] != FirstGather::Step && self.modes[rank].0 != Overlap::None
+    }
+
+    /// Whether a weight is summed over stages: it needs two copies here.
+    pub fn sums_over_stages(&self) -> bool {
+        self.staged && self.buckets() > 1
     }
 
     /// How many gathers a unit needs.

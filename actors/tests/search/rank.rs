@@ -105,11 +105,13 @@ impl Rank {
         };
         let wire = |bucket: usize| if bucket == SUMMED { WireBucket { sums: [2, 0], ..wire } } else { wire };
         let mut sequence = Sequence::new(order.clone(), (0..n).map(wire).collect(), 128, 0);
-        // The first and the last bucket are copies of one weight, which other stages have too.
+        // The first and the last bucket are copies of one weight.
         let mut copies = Vec::new();
         if n > 1 {
             let buckets = vec![BucketId(0), BucketId::from_index(n - 1)];
-            copies.push(CopySet { buckets, staged: Some(0) });
+            copies.push(CopySet { buckets, staged: setup.staged.then_some(0) });
+        }
+        if setup.sums_over_stages() {
             // An event's number is how many collectives must be issued for it: none is left out.
             let sums = u64::from(n > SUMMED);
             let numbers = Numbers { start: 0, reduces: n as u64 + sums, staged: 1, gathers: n as u64 };
@@ -499,7 +501,7 @@ impl Rank {
                 let sum = (self.setup.bucket_at(p).0 as usize == SUMMED).then_some(sum);
                 std::iter::once(named(CollectiveKind::Reduce, p, step)).chain(sum)
             }));
-            if self.setup.buckets() > 1 {
+            if self.setup.sums_over_stages() {
                 expected.push((CollectiveKind::StagedSum, 0, step));
             }
             expected.push((CollectiveKind::Small, CollectiveKey::NO_BUCKET, step));
