@@ -6,7 +6,8 @@
 //! (issued). A message that the state does not allow is an error naming bucket, state and message.
 //!
 //! Gradients may be written again after Adam (storage `views`) or once they are zeroed (storage `shared`, where the gather
-//! lands in their memory): behind the gather, or behind a zeroing of its own where the step was skipped (edge E6).
+//! lands in their memory): behind the gather, or behind a zeroing of its own where the step was skipped (edge E6). A close that
+//! comes before such a gather waits here, so that `step` need not.
 //!
 //! States are about what has been enqueued; when that is done is the business of the events it hands on.
 
@@ -135,6 +136,8 @@ pub struct Bucket {
     /// What a reader waits for: behind the newest gather, or behind Adam where that skipped.
     gathered: Event,
     gather_asked: bool,
+    /// Storage `shared`: the close of a step whose gradients nobody could write yet, with what it is to zero.
+    held: Option<Vec<ParamId>>,
 }
 
 impl Bucket {
@@ -155,6 +158,7 @@ impl Bucket {
             readers: std::sync::Arc::from([]),
             gathered: started,
             gather_asked: false,
+            held: None,
         }
     }
 
@@ -228,6 +232,18 @@ impl Bucket {
         actions.push(Action::Publish(Publication::GradientsFree { bucket: self.id, version, event }));
     }
 
+    /// Nothing more comes in this step: what nobody wrote is zeroed, and the rest is behind these writes.
+    fn close(&mut self, zero: Vec<ParamId>, writes: Vec<Event>, actions: &mut Vec<Action>) {
+        self.grads = Grads::Complete;
+        self.writes.extend(writes.into_iter().map(|event| (Edge::E1, event)));
+        if zero.is_empty() {
+            self.written(actions);
+        } else {
+            let after = vec![(Edge::E6, self.free.clone())];
+            actions.push(Action::Enqueue { op: Op::ZeroGradients { bucket: self.id, params: zero }, after });
+        }
+    }
+
     /// `Reduced -> Empty`: the step is over for the gradients.
     fn open_next(&mut self, version: u64, adam: Event, actions: &mut Vec<Action>) {
         self.grads = Grads::Empty;
@@ -269,16 +285,12 @@ impl Machine for Bucket {
             (BucketMsg::Close { step, zero, writes }, _, Grads::Empty | Grads::Accumulating { .. })
                 if step == self.step && !self.is_to_be_zeroed() =>
             {
-                self.grads = Grads::Complete;
-                self.writes.extend(writes.into_iter().map(|event| (Edge::E1, event)));
-                if zero.is_empty() {
-                    self.written(actions);
-                } else {
-                    actions.push(Action::Enqueue {
-                        op: Op::ZeroGradients { bucket: self.id, params: zero },
-                        after: vec![(Edge::E6, self.free.clone())],
-                    });
-                }
+                self.close(zero, writes, actions);
+            }
+            (BucketMsg::Close { step, zero, writes }, _, Grads::Empty)
+                if step == self.step && writes.is_empty() && self.held.is_none() =>
+            {
+                self.held = Some(zero);
             }
             (BucketMsg::Close { step, .. }, _, Grads::Complete) if step == self.step && !self.overlap_reduce => {
                 self.written(actions);
@@ -342,6 +354,9 @@ impl Machine for Bucket {
                 }
                 self.publish_ready(version, actions);
                 actions.push(Action::Send(Letter::PreHook(PreHookMsg::Gathered { version, bucket: self.id })));
+                if let Some(zero) = self.held.take() {
+                    self.close(zero, Vec::new(), actions);
+                }
             }
             (message, ..) => return Err(self.wrong(&message)),
         }

@@ -84,13 +84,31 @@ fn with_storage_shared_gradients_are_free_behind_the_gather_and_nothing_of_the_n
     say(&mut b, BucketMsg::ReduceIssued { step: 0, event: event(11) });
     assert!(say(&mut b, updated(1, 12)).is_empty());
     let close = BucketMsg::Close { step: 1, zero: vec![ParamId(1)], writes: vec![] };
-    for early in [complete(1, 13), close.clone()] {
+    let written = BucketMsg::Close { step: 1, zero: vec![], writes: vec![event(13)] };
+    for early in [complete(1, 13), written] {
         assert!(b.on(early, &mut Vec::new()).is_err());
     }
     say(&mut b, BucketMsg::Gather { version: 1, entry: None });
     let issued = BucketMsg::GatherIssued { version: 1, event: event(14) };
     assert_eq!(say(&mut b, issued), ["free 1 14", "ready 1 14", "gathered 1"]);
     assert_eq!(say(&mut b, close), ["zero 1 E6:14"]);
+}
+
+#[test]
+fn with_storage_shared_a_close_before_the_gather_waits_for_it() {
+    let mut b = bucket(1, true).stored(Storage::Shared);
+    say(&mut b, complete(0, 10));
+    say(&mut b, BucketMsg::ReduceIssued { step: 0, event: event(11) });
+    say(&mut b, updated(1, 12));
+    let close = || BucketMsg::Close { step: 1, zero: vec![ParamId(1)], writes: vec![] };
+    assert!(say(&mut b, close()).is_empty());
+    assert!(b.on(close(), &mut Vec::new()).is_err(), "once a step");
+    assert!(b.on(complete(1, 13), &mut Vec::new()).is_err());
+    assert_eq!(b.grads(), Grads::Empty);
+    say(&mut b, BucketMsg::Gather { version: 1, entry: None });
+    let issued = BucketMsg::GatherIssued { version: 1, event: event(14) };
+    assert_eq!(say(&mut b, issued), ["free 1 14", "ready 1 14", "gathered 1", "zero 1 E6:14"]);
+    assert_eq!(say(&mut b, BucketMsg::Zeroed { event: event(15) }), ["reduce 1 E1:15"]);
 }
 
 #[test]

@@ -330,8 +330,7 @@ impl Session {
             self.recorder.waited(from, None);
         }
         if self.plan.storage() == Storage::Shared {
-            // What nobody wrote is zeroed: that waits for the copy-out, which nobody may have asked for yet.
-            request.unwritten.iter().try_for_each(|param| self.gradient_free(*param))?;
+            self.flush_unwritten(step, &request);
         }
         let readers: Arc<[Event]> = Arc::from([self.hands.device.record(self.executor())]);
         let close = self.unreported(&request);
@@ -346,6 +345,16 @@ impl Session {
         }
         self.recorder.boundary(step, self.hands.device.as_ref());
         Ok(step)
+    }
+
+    /// What nobody wrote is zeroed behind its gather, which nobody may have asked for: the reduces of this step come behind all
+    /// gathers before it, so they go now.
+    fn flush_unwritten(&self, step: u64, request: &StepRequest) {
+        let mut buckets = request.unwritten.iter().filter_map(|param| self.plan.bucket_of(*param));
+        if buckets.any(|bucket| self.face.free(bucket).at(step).is_none()) {
+            self.post.post(Letter::PreHook(PreHookMsg::Drain { version: step }));
+            self.announce(step, self.plan.gather_order().len() as u32);
+        }
     }
 
     /// The buckets that still wait for something, in reduce order, with what to do about it.

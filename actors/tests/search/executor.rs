@@ -411,21 +411,19 @@ impl Rank {
     }
 
     fn step(&mut self, others: u64) -> Result<bool, Violation> {
-        if !matches!(self.executor.stage, Stage::Begin | Stage::Freeing { .. }) {
+        if !matches!(self.executor.stage, Stage::Begin) {
             return self.await_all(others);
         }
         let (setup, step) = (self.setup.clone(), self.executor.steps);
         if step - self.facts.finished.min(step) >= setup.steps_in_flight {
             return Ok(false);
         }
-        for position in (0..setup.buckets()).filter(|_| setup.storage == Storage::Shared) {
-            if self.executor.reported[position] < setup.members[position] {
-                match self.look_free(position, others)? {
-                    Look::Ready => {}
-                    Look::Asked => return Ok(true),
-                    Look::Blocked => return Ok(false),
-                }
-            }
+        let unwritten = |position: &usize| self.executor.reported[*position] < setup.members[*position];
+        let mut shared = (0..setup.buckets()).filter(|_| setup.storage == Storage::Shared).filter(unwritten);
+        if shared.any(|position| self.facts.free[position].0 < step) {
+            self.demanded(step, Demanded::forced(setup.buckets() as u32));
+            self.post(Letter::PreHook(PreHookMsg::Drain { version: step }))?;
+            self.announce(step);
         }
         let mut close = Vec::new();
         for position in (0..setup.buckets()).rev() {
