@@ -9,15 +9,20 @@
 //! | file | idea |
 //! | --- | --- |
 //! | `merge` | parts of all ranks to a whole |
+//! | `file` | a part or a whole in a safetensors file |
 //! | `fit` | whether a model can go on from a whole, and what ranks compare of it |
 //! | `error` | what can be wrong, by name |
 
 mod error;
+mod file;
 mod fit;
 mod merge;
 
 pub use error::StateError;
+pub use file::{StateFileError, StateFileProblem};
 pub(crate) use fit::Fit;
+
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::actors::{ParamPlan, Plan, PlanRank, Range};
 
@@ -40,7 +45,8 @@ pub struct State {
 }
 
 /// An optimizer group: the hyperparameters with which its engine started, and how far it has come.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct GroupState {
     /// Updated steps: the t of bias corrections and learning-rate schedules.
@@ -60,15 +66,22 @@ pub struct GroupState {
 }
 
 /// Where the dynamic loss scaler stands (SPEC T5).
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct ScalerState {
     /// The loss scale of the next step.
+    #[serde(serialize_with = "in_full")]
     pub scale: f32,
     /// Good steps since the last growth or bad step.
     pub growth_counter: u32,
     /// Bad steps left before back-off.
     pub hysteresis: i32,
+}
+
+/// All digits of an f32, so that whoever reads it as an f64 reads the same number.
+fn in_full<S: Serializer>(value: &f32, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_f64(f64::from(*value))
 }
 
 /// A trained parameter, or one of several that go by its name.
@@ -88,7 +101,8 @@ pub struct TensorState {
 }
 
 /// Tells parameters of one name apart. Both are `None` where every rank has the same.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Part {
     /// Which group of experts has it, where there are several.
     pub experts: Option<usize>,
