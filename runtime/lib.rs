@@ -45,7 +45,7 @@
 //! | write an adapter that needs `'static` | [`OwnedPass`], [`OwnedRead`], [`OwnedGrad`] |
 //! | stop all ranks together, or keep them waiting | [`StopFlag`], [`Busy`] |
 //! | take the optimizer's state, and go on from it on any number of ranks | [`State`], [`Engine::state`], [`Engine::load_state`] |
-//! | keep it in a file | [`State::save`], [`State::open`] |
+//! | keep it in a file, or take it from one of Megatron-LM | [`State::save`], [`State::open`], `MegatronFile` (feature `torch`) |
 //! | know what went wrong | [`Error`], [`ErrorKind`] |
 //! | know whether it overlaps | [`Report`], [`Counters`] |
 //!
@@ -96,6 +96,8 @@ pub use report::Report;
 pub use state::{
     GroupState, Part, Piece, ScalerState, State, StateError, StateFileError, StateFileProblem, TensorState,
 };
+#[cfg(feature = "torch")]
+pub use state::{MegatronFile, MegatronProblem};
 pub use stop::StopFlag;
 
 /// The README's example is a test.

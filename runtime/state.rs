@@ -10,21 +10,28 @@
 //! | --- | --- |
 //! | `merge` | parts of all ranks to a whole |
 //! | `file` | a part or a whole in a safetensors file |
+//! | `megatron` | a whole out of a file of Megatron-LM's distributed optimizer |
 //! | `fit` | whether a model can go on from a whole, and what ranks compare of it |
 //! | `error` | what can be wrong, by name |
 
 mod error;
 mod file;
 mod fit;
+#[cfg(feature = "torch")]
+mod megatron;
 mod merge;
 
 pub use error::StateError;
 pub use file::{StateFileError, StateFileProblem};
 pub(crate) use fit::Fit;
+#[cfg(feature = "torch")]
+pub use megatron::{MegatronFile, MegatronProblem};
 
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::actors::{ParamPlan, Plan, PlanRank, Range};
+use crate::config::Config;
+use crate::model::Group;
 
 /// Optimizer state: one rank's part, or a whole. See [`Engine::state`](crate::Engine::state) for an example.
 ///
@@ -79,7 +86,29 @@ pub struct ScalerState {
     pub hysteresis: i32,
 }
 
+impl GroupState {
+    pub(crate) fn new(group: &Group, config: &Config, t: u64) -> Self {
+        Self {
+            t,
+            lr: group.lr.unwrap_or(config.lr),
+            lr_multiplier: group.lr_multiplier,
+            betas: group.betas.unwrap_or(config.betas),
+            eps: group.eps.unwrap_or(config.eps),
+            weight_decay: group.weight_decay.unwrap_or(config.weight_decay),
+            adam_w: config.adam_w,
+        }
+    }
+}
+
+impl ScalerState {
+    /// For state that comes from elsewhere.
+    pub fn new(scale: f32, growth_counter: u32, hysteresis: i32) -> Self {
+        Self { scale, growth_counter, hysteresis }
+    }
+}
+
 /// All digits of an f32, so that whoever reads it as an f64 reads the same number.
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde hands it over
 fn in_full<S: Serializer>(value: &f32, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_f64(f64::from(*value))
 }

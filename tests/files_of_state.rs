@@ -265,6 +265,8 @@ fn a_file_without_scaler_state_loads() {
     assert!(bits(&State::open(&path).unwrap()) == bits(&state));
 }
 
+type Change = fn(&mut State);
+
 /// What cannot be written is refused, and what was there before is still there, with nothing beside it.
 #[test]
 fn after_a_save_that_failed_the_old_file_is_whole() {
@@ -276,7 +278,6 @@ fn after_a_save_that_failed_the_old_file_is_whole() {
         let error = state.save(path).unwrap_err().to_string();
         assert!(error.contains(message), "should say {message:?}: {error}");
     };
-    type Change = fn(&mut State);
     let changes: [(Change, &str); 5] = [
         (|s| s.groups[0].lr = f64::NAN, "cannot hold GroupState"),
         (|s| s.scaler.as_mut().unwrap().scale = f32::INFINITY, "cannot hold ScalerState"),

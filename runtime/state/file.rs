@@ -197,7 +197,8 @@ fn stored_name(field: usize, part: Part, start: usize, name: &str) -> String {
     format!("{}{part}{start}/{name}", FIELD_NAMES[field])
 }
 
-fn unreadable(e: std::io::Error) -> StateFileProblem {
+#[allow(clippy::needless_pass_by_value)] // as `map_err` hands it over
+pub(super) fn unreadable(e: std::io::Error) -> StateFileProblem {
     StateFileProblem::Unreadable { reason: e.to_string() }
 }
 

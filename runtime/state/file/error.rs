@@ -107,4 +107,8 @@ pub enum StateFileProblem {
     /// The pieces do not go together.
     #[error(transparent)]
     Pieces(#[from] StateError),
+    /// It was to be a file of Megatron-LM's distributed optimizer.
+    #[cfg(feature = "torch")]
+    #[error(transparent)]
+    Megatron(#[from] crate::state::MegatronProblem),
 }
