@@ -9,7 +9,7 @@ use std::sync::Arc;
 use crate::actors::{Cause, FailureKind};
 use crate::config::ConfigError;
 use crate::model::ModelError;
-use crate::state::StateError;
+use crate::state::{StateError, StateFileError};
 
 /// What sort of thing went wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -21,7 +21,8 @@ pub enum ErrorKind {
     Model,
     /// A call that the state of the engine does not allow, or an id that does not exist. Nothing was changed.
     Misuse,
-    /// Saved state was refused, by this rank or by another one. Nothing was changed on any rank.
+    /// Saved state was refused, by this rank or by another one, or a file of it could not be written or read. Nothing was
+    /// changed on any rank.
     State,
     /// The step was skipped on every rank: a gradient was not finite and the policy is `on_nonfinite = "error"`, or it was so
     /// before the reduction and `check_for_nan_in_grad` looked.
@@ -221,6 +222,12 @@ impl From<ConfigError> for Error {
 
 impl From<StateError> for Error {
     fn from(error: StateError) -> Self {
+        Self::new(ErrorKind::State, error.to_string()).because(error)
+    }
+}
+
+impl From<StateFileError> for Error {
+    fn from(error: StateFileError) -> Self {
         Self::new(ErrorKind::State, error.to_string()).because(error)
     }
 }

@@ -45,6 +45,7 @@
 //! | write an adapter that needs `'static` | [`OwnedPass`], [`OwnedRead`], [`OwnedGrad`] |
 //! | stop all ranks together, or keep them waiting | [`StopFlag`], [`Busy`] |
 //! | take the optimizer's state, and go on from it on any number of ranks | [`State`], [`Engine::state`], [`Engine::load_state`] |
+//! | keep it in a file, or take it from one of Megatron-LM | [`State::save`], [`State::open`], `MegatronFile` (feature `torch`) |
 //! | know what went wrong | [`Error`], [`ErrorKind`] |
 //! | know whether it overlaps | [`Report`], [`Counters`] |
 //!
@@ -92,7 +93,11 @@ pub use owned::OwnedPass;
 pub use pass::{Back, Mode, Pass, UnitGuard};
 pub use ranks::{Rank, Ranks};
 pub use report::Report;
-pub use state::{GroupState, Part, Piece, ScalerState, State, StateError, TensorState};
+pub use state::{
+    GroupState, Part, Piece, ScalerState, State, StateError, StateFileError, StateFileProblem, TensorState,
+};
+#[cfg(feature = "torch")]
+pub use state::{MegatronFile, MegatronProblem};
 pub use stop::StopFlag;
 
 /// The README's example is a test.

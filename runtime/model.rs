@@ -358,7 +358,7 @@ impl Model {
         Ok(plan.with_gather_calls(config.gather_group_bytes))
     }
 
-    fn plan_input(&self, stage: usize, ranks: usize, config: &Config) -> PlanInput {
+    pub(crate) fn plan_input(&self, stage: usize, ranks: usize, config: &Config) -> PlanInput {
         let mut chunks = vec![ChunkSpec::default(); self.chunks as usize];
         for unit in &self.units {
             chunks[unit.chunk.0 as usize].units.push(UnitSpec { name: unit.name.clone(), params: unit.params.clone() });

@@ -9,17 +9,29 @@
 //! | file | idea |
 //! | --- | --- |
 //! | `merge` | parts of all ranks to a whole |
+//! | `file` | a part or a whole in a safetensors file |
+//! | `megatron` | a whole out of a file of Megatron-LM's distributed optimizer |
 //! | `fit` | whether a model can go on from a whole, and what ranks compare of it |
 //! | `error` | what can be wrong, by name |
 
 mod error;
+mod file;
 mod fit;
+#[cfg(feature = "torch")]
+mod megatron;
 mod merge;
 
 pub use error::StateError;
+pub use file::{StateFileError, StateFileProblem};
 pub(crate) use fit::Fit;
+#[cfg(feature = "torch")]
+pub use megatron::{MegatronFile, MegatronProblem};
+
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::actors::{ParamPlan, Plan, PlanRank, Range};
+use crate::config::Config;
+use crate::model::Group;
 
 /// Optimizer state: one rank's part, or a whole. See [`Engine::state`](crate::Engine::state) for an example.
 ///
@@ -40,7 +52,8 @@ pub struct State {
 }
 
 /// An optimizer group: the hyperparameters with which its engine started, and how far it has come.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct GroupState {
     /// Updated steps: the t of bias corrections and learning-rate schedules.
@@ -60,15 +73,44 @@ pub struct GroupState {
 }
 
 /// Where the dynamic loss scaler stands (SPEC T5).
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct ScalerState {
     /// The loss scale of the next step.
+    #[serde(serialize_with = "in_full")]
     pub scale: f32,
     /// Good steps since the last growth or bad step.
     pub growth_counter: u32,
     /// Bad steps left before back-off.
     pub hysteresis: i32,
+}
+
+impl GroupState {
+    pub(crate) fn new(group: &Group, config: &Config, t: u64) -> Self {
+        Self {
+            t,
+            lr: group.lr.unwrap_or(config.lr),
+            lr_multiplier: group.lr_multiplier,
+            betas: group.betas.unwrap_or(config.betas),
+            eps: group.eps.unwrap_or(config.eps),
+            weight_decay: group.weight_decay.unwrap_or(config.weight_decay),
+            adam_w: config.adam_w,
+        }
+    }
+}
+
+impl ScalerState {
+    /// For state that comes from elsewhere.
+    pub fn new(scale: f32, growth_counter: u32, hysteresis: i32) -> Self {
+        Self { scale, growth_counter, hysteresis }
+    }
+}
+
+/// All digits of an f32, so that whoever reads it as an f64 reads the same number.
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde hands it over
+fn in_full<S: Serializer>(value: &f32, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_f64(f64::from(*value))
 }
 
 /// A trained parameter, or one of several that go by its name.
@@ -88,7 +130,8 @@ pub struct TensorState {
 }
 
 /// Tells parameters of one name apart. Both are `None` where every rank has the same.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Part {
     /// Which group of experts has it, where there are several.
     pub experts: Option<usize>,

@@ -154,8 +154,110 @@ fn bad_files_are_refused_by_name() {
         |name: &str, n: usize| format!("{{ name = \"{name}\", shape = [{n}], dtype = \"f32\", shared = \"s\" }}");
     refused(&["plan", &model("disagree.toml", &format!("{}, {}", shared("a", 2), shared("b", 3)))], "shapes disagree");
     refused(&["plan", &file("uses.toml", &format!("{}\nuses = [\"v\"]", unit(w)))], "`v`");
+    refused(
+        &["plan", &model("group.toml", &w.replace(" }", ", group = \"g\" }"))],
+        "names group `g`, which is not declared",
+    );
+    refused(&["plan", &file("bad_group.toml", "chunk = []\n[[group]]\nname = \"g\"\neps = -1.0")], "eps");
     refused(&["plan", &file("syntax.toml", "[[chunk")], "syntax.toml");
     refused(&["plan", &file("no_units.toml", "chunk = []")], "no units");
     let config = file("bad_config.toml", "credits = 0");
     refused(&["plan", "--gpt", "1,8,8", "--config", &config], "`credits` = 0");
+}
+
+/// The chunks of `tests/golden/megatron`, whose `make.py` says what is in it; the packaged crate goes without.
+const MEGATRON: &str = "
+[[group]]
+name = \"biases\"
+weight_decay = 0.0
+[[chunk]]
+[[chunk.unit]]
+name = \"first\"
+params = [{ name = \"embed.table\", shape = [7, 3], dtype = \"bf16\" }, { name = \"first.weight\", shape = [4, 5], dtype = \"bf16\" }]
+[[chunk.unit]]
+name = \"bias\"
+params = [{ name = \"first.bias\", shape = [5], dtype = \"f32\", group = \"biases\" }]
+[[chunk]]
+[[chunk.unit]]
+name = \"second\"
+params = [{ name = \"second.weight\", shape = [3, 3], dtype = \"bf16\" }, { name = \"head.bias\", shape = [7], dtype = \"f32\" }]
+";
+
+#[test]
+fn import_makes_a_file_of_state_that_state_prints() {
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/megatron/buckets.pt");
+    let (model, out) = (file("megatron.toml", MEGATRON), file("imported_by_command.safetensors", "an older file"));
+    let import = ["import", golden, "--model", &model, "--ranks", "4", "--step", "1000", "--out", &out];
+    let done = gatherflow(&[&import[..], &["--bucket-size", "16", "--scaler", "512,7,1"]].concat());
+    let text = String::from_utf8(done.stdout).unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8(done.stderr).unwrap());
+    let state = gatherflow(&["state", &out]);
+    let printed = String::from_utf8(state.stdout).unwrap();
+    assert_eq!(text, format!("wrote {out}\n{printed}"));
+    for line in [
+        "steps: 1000",
+        "group 0: t 1000, lr 0.001 x 1.0, betas (0.9, 0.999), eps 1e-8, weight decay 0.01",
+        "group 1: t 1000, lr 0.001 x 1.0, betas (0.9, 0.999), eps 1e-8, weight decay 0.0",
+        "loss scaler: scale 512, 7 good steps since it moved, backs off after 1 bad ones",
+        "tensors: 5, of 62 elements; a whole",
+        "embed.table    [7, 3]  0      all",
+        "first.bias     [5]     1      all",
+    ] {
+        assert!(printed.lines().any(|printed| printed == line), "no line {line:?} in {printed}");
+    }
+    let whole = gatherflow::State::open(&out).unwrap();
+    assert_eq!(whole.tensors[4].pieces[0].master[6].to_bits(), 5006.5_f32.to_bits());
+    refused(&import, "buckets.pt: chunk 0, `param` has 2 buckets, and 1 by the model on 4 ranks with one bucket");
+    refused(&[&import[..], &["--bucket-size", "16", "--scaler", "512,7"]].concat(), "three numbers");
+    refused(&[&import[..], &["--bucket-size", "16", "--scaler", "inf,7,1"]].concat(), "finite and above 0");
+    refused(&[&import[..], &["--bucket-size", "0"]].concat(), "bucket");
+    assert!(gatherflow::State::open(&out).is_ok(), "what was refused left the file as it was");
+    refused(&["import", golden], "--model");
+    refused(
+        &["import", &model, "--model", &model, "--ranks", "4", "--step", "1", "--out", &out],
+        "is no file of torch.save",
+    );
+    refused(&["import", golden, "--model", golden, "--ranks", "4", "--step", "1", "--out", &out], "buckets.pt: ");
+    let nowhere = ["import", golden, "--model", &model, "--ranks", "4", "--step", "1", "--bucket-size", "16"];
+    refused(
+        &[&nowhere[..], &["--out", "/nowhere/state.safetensors"]].concat(),
+        "/nowhere/state.safetensors: cannot be written",
+    );
+}
+
+#[test]
+fn state_tells_a_part_from_a_whole_and_refuses_other_files() {
+    let out = file("part.safetensors", "");
+    let mut model = gatherflow::Model::new();
+    let chunk = model.chunk();
+    let unit = model.unit(chunk, "layer").unwrap();
+    model.param(unit, "layer.weight", &[10, 20], gatherflow::DType::Bf16).unwrap();
+    let ranks = gatherflow::Ranks::local(2).unwrap();
+    std::thread::scope(|scope| {
+        for rank in ranks {
+            let (model, out) = (model.clone(), out.clone());
+            scope.spawn(move || {
+                let first = rank.rank() == 0;
+                let config = gatherflow::Config::new().adam_w(false);
+                let mut engine = gatherflow::Engine::new(rank, model, config, |_, out| out.fill_with(|_| 1.0)).unwrap();
+                let part = engine.state().unwrap();
+                if first {
+                    part.save(out).unwrap();
+                }
+                engine.close().unwrap();
+            });
+        }
+    });
+    let printed = String::from_utf8(gatherflow(&["state", &out]).stdout).unwrap();
+    for line in [
+        "loss scaler: none",
+        "group 0: t 0, lr 0.001 x 1.0, betas (0.9, 0.999), eps 1e-8, weight decay 0.01 in the gradient",
+        "tensors: 1, of 200 elements; a part, 128 of them: merge it with those of all ranks",
+        "layer.weight  [10, 20]  0      0..128",
+    ] {
+        assert!(printed.lines().any(|printed| printed == line), "no line {line:?} in {printed}");
+    }
+    refused(&["state", "/nowhere/state.safetensors"], "/nowhere/state.safetensors: cannot be read");
+    refused(&["state", &file("no_state.toml", "ranks = 4")], "no_state.toml: is no safetensors file");
+    refused(&["state"], "<FILE>");
 }

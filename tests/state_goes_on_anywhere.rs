@@ -171,3 +171,26 @@ fn an_engine_goes_back_to_a_state_with_gathers_pending_and_outcomes_unknown() {
         });
     }
 }
+
+/// Two ranks save a file each; three open both, with other buckets and in the other storage, and train as the serial reference
+/// with three does; two go on as if they had never stopped.
+#[test]
+fn parts_of_two_ranks_in_files_go_on_with_three_in_other_buckets_and_storage() {
+    let net = Net::mixed(true);
+    let scaler = Some(Scaler::new(512.0, 3, 2));
+    let saving = Job { scaler, overflow: |step, rank| step == 2 && rank == 0, ..Job::new(&net, 2, 5, &all) };
+    let expected = serial(&saving);
+    for (number, (setting, other)) in
+        Setting::modes_and_storages().zip(Setting::modes_and_storages().skip(1)).enumerate()
+    {
+        let path = |rank: usize| format!("{}/{number}-of-rank-{rank}.safetensors", env!("CARGO_TARGET_TMPDIR"));
+        let parts = saving.parts_after(&expected, &setting, 3).into_iter().enumerate();
+        let parts: Vec<State> = parts.map(|(rank, (part, _))| part.save(path(rank)).map(|()| part).unwrap()).collect();
+        let whole = State::merge([1, 0].map(|rank| State::open(path(rank)).unwrap())).unwrap();
+        assert!(bits(&whole) == bits(&State::merge(parts).unwrap()));
+        let loading = Job { ranks: 3, bucket_size: 1, ..saving };
+        for (job, expected) in [(&loading, &serial_from(&loading, &whole)), (&saving, &expected)] {
+            assert!(bits(&job.resume(expected, &other, &whole)) == bits(&whole), "{setting:?} to {other:?}");
+        }
+    }
+}

@@ -1,9 +1,16 @@
 //! The command line of gatherflow.
 //!
+//! | file | subcommands |
+//! | --- | --- |
+//! | here | `plan` |
+//! | `state` | `import`, `state` |
+//!
 //! Exit codes: 0, or 2 where an argument, a file or a model is refused; the message names the thing and what to do.
 
+mod state;
+
 use std::fmt::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -23,6 +30,10 @@ enum Command {
     ///
     /// Nothing is trained and nothing is allocated, so it works for models of any size.
     Plan(PlanArgs),
+    /// Make a file of optimizer state from one of Megatron-LM's distributed optimizer
+    Import(state::ImportArgs),
+    /// Print what is in a file of optimizer state: steps, groups, loss scaler, tensors
+    State(state::StateArgs),
 }
 
 #[derive(Args)]
@@ -56,20 +67,24 @@ struct PlanArgs {
 
 const MODEL_HELP: &str = "\
 A model description lists units in forward order, each with the parameters it registers (dtype f32, bf16 or f16; optional:
-grad_dtype, trainable, shared, shared_embedding, tensor_parallel, sum_over = \"model_parallel\", shard_group) and, under `uses`, those
-of earlier units that it uses too. Shard groups come first (optional: experts, which hold other parameters on other ranks, and average_over):
+grad_dtype, trainable, shared, shared_embedding, tensor_parallel, sum_over = \"model_parallel\", shard_group, group) and, under `uses`,
+those of earlier units that it uses too. Shard groups come first (optional: experts, which hold other parameters on other ranks, and
+average_over), and optimizer groups (optional: lr, lr_multiplier, betas, eps, weight_decay), beside the one of all that name none:
 
   [[shard_group]]
   name = \"experts\"
   ranks = 2
   experts = true
+  [[group]]
+  name = \"no decay\"
+  weight_decay = 0.0
   [[chunk]]
   [[chunk.unit]]
   name = \"embed\"
   params = [{ name = \"embed.table\", shape = [256, 64], dtype = \"bf16\" }]
   [[chunk.unit]]
   name = \"head\"
-  params = [{ name = \"head.bias\", shape = [256], dtype = \"f32\" }]
+  params = [{ name = \"head.bias\", shape = [256], dtype = \"f32\", group = \"no decay\" }]
   uses = [\"embed.table\"]
   [[chunk.unit]]
   name = \"mlp\"
@@ -120,6 +135,8 @@ fn main() -> ExitCode {
     let matches = Cli::command().after_help(keys_help()).get_matches();
     let done = Cli::from_arg_matches(&matches).map_err(|e| e.to_string()).and_then(|cli| match cli.command {
         Command::Plan(args) => plan(&args),
+        Command::Import(args) => state::import(&args),
+        Command::State(args) => state::state(&args),
     });
     match done {
         Ok(text) => print(&text),
@@ -141,22 +158,27 @@ fn print(text: &str) -> ExitCode {
     }
 }
 
+/// A file, and variables over it.
+fn configuration(file: Option<&Path>) -> Result<Config, String> {
+    let config = file.map_or(Ok(Config::new()), Config::from_file);
+    config.and_then(Config::from_env).map_err(|e| e.to_string())
+}
+
+fn read_model(path: &Path) -> Result<Model, String> {
+    let text = std::fs::read_to_string(path).map_err(|e| e.to_string());
+    let model = text.and_then(|text| Model::from_toml(&text).map_err(|e| e.to_string()));
+    model.map_err(|e| format!("{}: {e}", path.display()))
+}
+
 fn plan(args: &PlanArgs) -> Result<String, String> {
-    let mut config = match &args.config {
-        Some(path) => Config::from_file(path).map_err(|e| e.to_string())?,
-        None => Config::new(),
-    };
-    config = Config::from_env(config).map_err(|e| e.to_string())?;
+    let mut config = configuration(args.config.as_deref())?;
     let flags = [("ranks", args.ranks), ("bucket_size", args.bucket_size), ("num_buckets", args.num_buckets)];
     let flags = flags.map(|(key, value)| (key, value.map(|n| n.to_string())));
     config
         .set_layer(flags.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?))))
         .map_err(|e| e.to_string())?;
     let model = match (&args.model, args.gpt) {
-        (Some(path), _) => std::fs::read_to_string(path)
-            .map_err(|e| e.to_string())
-            .and_then(|text| Model::from_toml(&text).map_err(|e| e.to_string()))
-            .map_err(|e| format!("{}: {e}", path.display()))?,
+        (Some(path), _) => read_model(path)?,
         (None, Some([layers, width, vocab])) => {
             Model::gpt(layers, width, vocab, 128).map_err(|e| format!("--gpt: {e}"))?
         }

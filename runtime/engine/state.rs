@@ -150,19 +150,7 @@ impl Engine {
     }
 
     fn group_states(&self, t: &[u64]) -> Vec<GroupState> {
-        let config = &self.config;
-        let groups = self.shared.model.groups.iter().zip(t);
-        groups
-            .map(|(group, t)| GroupState {
-                t: *t,
-                lr: group.lr.unwrap_or(config.lr),
-                lr_multiplier: group.lr_multiplier,
-                betas: group.betas.unwrap_or(config.betas),
-                eps: group.eps.unwrap_or(config.eps),
-                weight_decay: group.weight_decay.unwrap_or(config.weight_decay),
-                adam_w: config.adam_w,
-            })
-            .collect()
+        self.shared.model.groups.iter().zip(t).map(|(group, t)| GroupState::new(group, &self.config, *t)).collect()
     }
 
     /// Where the loss scaler goes on. Only a dynamic one has state.

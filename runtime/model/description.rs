@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde::Deserialize;
 
-use super::{Model, ModelError, ShardGroup, ShardGroupId};
+use super::{GroupId, Model, ModelError, ShardGroup, ShardGroupId};
 use crate::actors::{Across, DType, SumOver};
 
 #[derive(Deserialize)]
@@ -12,12 +12,31 @@ use crate::actors::{Across, DType, SumOver};
 struct Description {
     chunk: Vec<Chunk>,
     #[serde(default)]
-    shard_group: Vec<Group>,
+    shard_group: Vec<ShardGroups>,
+    #[serde(default)]
+    group: Vec<Group>,
+}
+
+/// An optimizer group. What is left out comes from the configuration.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Group {
+    name: String,
+    #[serde(default)]
+    lr: Option<f64>,
+    #[serde(default = "one")]
+    lr_multiplier: f64,
+    #[serde(default)]
+    betas: Option<(f64, f64)>,
+    #[serde(default)]
+    eps: Option<f64>,
+    #[serde(default)]
+    weight_decay: Option<f64>,
 }
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Group {
+struct ShardGroups {
     name: String,
     ranks: usize,
     /// Whether the groups beside it hold other parameters, not replicas.
@@ -65,6 +84,13 @@ struct Param {
     tensor_parallel: bool,
     #[serde(default)]
     shard_group: Option<String>,
+    /// An optimizer group by name.
+    #[serde(default)]
+    group: Option<String>,
+}
+
+fn one() -> f64 {
+    1.0
 }
 
 fn yes() -> bool {
@@ -96,10 +122,14 @@ impl Model {
             .map_err(|e| ModelError::Description { reason: e.to_string().trim_end().to_owned() })?;
         let mut model = Self::new();
         let mut shard_groups = HashMap::new();
-        for Group { name, ranks, experts, average_over } in description.shard_group {
+        for ShardGroups { name, ranks, experts, average_over } in description.shard_group {
             let across = if experts { Across::Experts } else { Across::Replicas };
             let id = model.shard_group(ShardGroup { name: name.clone(), ranks, across, average_over });
             shard_groups.insert(name, id);
+        }
+        let mut groups = HashMap::new();
+        for Group { name, lr, lr_multiplier, betas, eps, weight_decay } in description.group {
+            groups.insert(name, model.group(super::Group { lr, lr_multiplier, betas, eps, weight_decay })?);
         }
         for chunk in description.chunk {
             let id = model.chunk();
@@ -111,10 +141,12 @@ impl Model {
                             || ModelError::UnsupportedDType { name: param.name.clone(), dtype: dtype.clone() };
                         DType::parse(dtype).ok_or_else(unsupported)
                     };
-                    let unknown = |name: &String| ModelError::Description {
-                        reason: format!("parameter `{}` names shard group `{name}`, which is not declared", param.name),
+                    let unknown = |what: &str, name: &String| ModelError::Description {
+                        reason: format!("parameter `{}` names {what} `{name}`, which is not declared", param.name),
                     };
-                    let find = |name: &String| shard_groups.get(name).copied().ok_or_else(|| unknown(name));
+                    let shard_group =
+                        |name: &String| shard_groups.get(name).copied().ok_or_else(|| unknown("shard group", name));
+                    let group = |name: &String| groups.get(name).copied().ok_or_else(|| unknown("group", name));
                     let sum_over = match param.sum_over.as_deref() {
                         None => SumOver::Nothing,
                         Some("model_parallel") => SumOver::ModelParallel,
@@ -132,8 +164,8 @@ impl Model {
                         shared_embedding: param.shared_embedding,
                         tensor_parallel: param.tensor_parallel,
                         sum_over,
-                        shard_group: param.shard_group.as_ref().map_or(Ok(ShardGroupId::ALL), find)?,
-                        ..super::ParamOptions::default()
+                        shard_group: param.shard_group.as_ref().map_or(Ok(ShardGroupId::ALL), shard_group)?,
+                        group: param.group.as_ref().map_or(Ok(GroupId::DEFAULT), group)?,
                     };
                     model.param_with(unit_id, param.name, &param.shape, dtype, options)?;
                 }

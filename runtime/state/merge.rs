@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use super::{FIELDS, Piece, State, StateError, TensorState};
+use crate::actors::Range;
 
 impl State {
     /// Makes a whole of the states of all ranks, in any order; every parameter is then one piece. A rank that owns nothing may
@@ -56,43 +57,56 @@ impl State {
 
     /// Every element of every parameter is there once.
     pub(super) fn check_whole(&self) -> Result<(), StateError> {
+        self.check_pieces()?;
+        self.tensors.iter().try_for_each(TensorState::check_whole)
+    }
+
+    /// Every piece is one of its parameter, and nothing is there twice.
+    pub(super) fn check_pieces(&self) -> Result<(), StateError> {
         let mut seen = HashSet::new();
         for tensor in &self.tensors {
             if !seen.insert((&tensor.name, tensor.part)) {
                 return Err(StateError::ListedTwice { tensor: tensor.title() });
             }
-            tensor.check_whole()?;
+            tensor.check_pieces()?;
         }
         Ok(())
     }
 }
 
 impl TensorState {
-    fn check_whole(&self) -> Result<(), StateError> {
+    /// The elements that are here, in order.
+    fn ranges(&self) -> Vec<Range> {
+        let mut ranges: Vec<_> = self.pieces.iter().map(Piece::range).filter(|range| !range.is_empty()).collect();
+        ranges.sort_unstable_by_key(|range| (range.start, range.end));
+        ranges
+    }
+
+    fn check_pieces(&self) -> Result<(), StateError> {
         let numel = self.numel().unwrap_or(usize::MAX);
-        let mut ranges = Vec::with_capacity(self.pieces.len());
         for piece in &self.pieces {
             let lengths = piece.fields().map(<[f32]>::len);
             if lengths != [lengths[0]; FIELDS] || piece.range().end > numel {
                 return Err(StateError::BadPiece { tensor: self.title(), start: piece.start, lengths, numel });
             }
-            ranges.push(piece.range());
         }
-        ranges.sort_unstable_by_key(|range| (range.start, range.end));
-        let mut covered = 0;
-        for range in ranges.iter().filter(|range| !range.is_empty()) {
-            let tensor = || self.title();
-            if range.start > covered {
-                return Err(StateError::Missing { tensor: tensor(), start: covered, end: range.start });
+        match self.ranges().windows(2).find(|pair| pair[1].start < pair[0].end) {
+            Some(pair) => {
+                let end = pair[0].end.min(pair[1].end);
+                Err(StateError::Twice { tensor: self.title(), start: pair[1].start, end })
             }
-            if range.start < covered {
-                let end = covered.min(range.end);
-                return Err(StateError::Twice { tensor: tensor(), start: range.start, end });
+            None => Ok(()),
+        }
+    }
+
+    fn check_whole(&self) -> Result<(), StateError> {
+        let mut covered = 0;
+        let end = Range::new(self.numel().unwrap_or(usize::MAX), usize::MAX);
+        for range in self.ranges().into_iter().chain([end]) {
+            if range.start > covered {
+                return Err(StateError::Missing { tensor: self.title(), start: covered, end: range.start });
             }
             covered = range.end;
-        }
-        if covered < numel {
-            return Err(StateError::Missing { tensor: self.title(), start: covered, end: numel });
         }
         Ok(())
     }
