@@ -1,5 +1,5 @@
-//! Gathers run while forward computes, for at least the share that the plan predicts (CASES row 10), as the engine itself
-//! reports it. Forward sleeps in each unit here and the link is emulated, so neither needs a core of its own.
+//! Gathers run while forward computes, for at least the share that the plan predicts (CASES row 10), as the engine
+//! itself reports it. Forward sleeps in each unit here and the link is emulated, so neither needs a core of its own.
 #![allow(clippy::unwrap_used)]
 
 mod reference;
@@ -13,8 +13,8 @@ use synthetic::{Job, Net, Setting, serial};
 /// Of what is predicted, a machine that is busy with other things reaches so much.
 const REACHED: f64 = 0.85;
 
-/// The share of gathers that are let go while forward is in the unit before the one that needs them. A gather takes less time
-/// than a unit, and so do as many as a unit has buckets; nothing comes before the first unit.
+/// The share of gathers that are let go while forward is in the unit before the one that needs them. A gather takes
+/// less time than a unit, and so do as many as a unit has buckets; nothing comes before the first unit.
 fn predicted(setting: &Setting, plan: &Plan) -> f64 {
     let ahead = match (setting.overlap, setting.credits) {
         (Overlap::None, _) => 0,
@@ -49,6 +49,7 @@ fn the_share_that_is_hidden_is_what_the_plan_predicts_in_every_mode_and_storage(
         let (share, predicted) = tries.find(|(share, predicted)| *share >= REACHED * predicted).unwrap_or_else(|| {
             panic!("{what}: three times less was hidden than predicted, the last time {:?}", hidden_share(&setting))
         });
+        eprintln!("{what}: {share:.2} of {predicted:.2}");
         match (setting.overlap, setting.credits) {
             (Overlap::None, _) => assert!(share < 0.1, "{what}: nothing can be hidden, but {share} was"),
             // The buckets of the first unit are all that nothing hides.

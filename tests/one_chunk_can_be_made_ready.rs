@@ -1,5 +1,5 @@
-//! `ensure_chunk_ready` demands and awaits the gathers of one chunk (SPEC P4): after it reads of that chunk do not wait, and those of
-//! the other chunk need not have begun.
+//! `ensure_chunk_ready` demands and awaits the gathers of one chunk (SPEC P4): after it reads of that chunk do not
+//! wait, and those of the other chunk need not have begun.
 #![allow(clippy::unwrap_used)]
 
 mod reference;

@@ -1,6 +1,7 @@
-//! Overlap costs nothing to speak of where there is little to hide: with many microbatches per step as with one, a step with
-//! everything overlapped takes hardly longer than one with nothing overlapped (CASES row 22). Compute sleeps here and the link is
-//! emulated, so neither needs a core of its own. How close the two are is measured by `cargo bench --bench accumulation`.
+//! Overlap costs nothing to speak of where there is little to hide: with many microbatches per step as with one, a step
+//! with everything overlapped takes hardly longer than one with nothing overlapped (CASES row 22). Compute sleeps here
+//! and the link is emulated, so neither needs a core of its own. How close the two are is measured by
+//! `cargo bench --bench accumulation`.
 #![allow(clippy::unwrap_used)]
 
 use std::sync::Barrier;
@@ -14,8 +15,8 @@ const UNITS: usize = 4;
 /// Compute of one unit in each direction and microbatch.
 const COMPUTE: Duration = Duration::from_micros(500);
 
-/// What every collective takes: those of a step together take longer than a microbatch, so doing any of it in every microbatch
-/// would show.
+/// What every collective takes: those of a step together take longer than a microbatch, so doing any of it in every
+/// microbatch would show.
 const LINK: Link = Link { bytes_per_second: 1e9, latency: Duration::from_millis(2) };
 
 /// At most so much of the time without overlap.

@@ -139,8 +139,9 @@ fn leaving_out_e8_is_found_by_its_assertion() {
 
 #[test]
 fn no_gather_goes_beyond_the_credits_but_in_the_flush_at_the_end() {
-    // Where nobody waits for what a peer demands: one rank that enters units in any order, and two that enter them in the same,
-    // with no more buckets in a unit than there are credits. All is demanded before the first reduce, so there is no drain.
+    // Where nobody waits for what a peer demands: one rank that enters units in any order, and two that enter them in
+    // the same, with no more buckets in a unit than there are credits. All is demanded before the first reduce, so
+    // there is no drain.
     let alone = Scenario { shape: Shape::regular(1, 6, 2, 100, 100), forward_seed: Some(7), ..Scenario::plain() };
     let together = Scenario { shape: Shape::regular(2, 6, 1, 100, 100), ..Scenario::plain() };
     for (scenario, storage) in [alone, together].iter().flat_map(|of| STORAGES.map(|storage| (of, storage))) {

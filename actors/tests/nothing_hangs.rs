@@ -177,8 +177,8 @@ fn a_session_whose_last_owner_is_a_waker_ends_on_the_actor_thread() {
 }
 
 /// Runs with random faults at random places, several at once, since most of the time of many is a deadline.
-/// `GATHERFLOW_SOAK_SECONDS` (default 15) is for how long, `GATHERFLOW_SOAK_SEED` repeats runs: with 0 seconds this and the
-/// next few.
+/// `GATHERFLOW_SOAK_SECONDS` (default 15) is for how long, `GATHERFLOW_SOAK_SEED` repeats runs: with 0 seconds this and
+/// the next few.
 #[test]
 fn a_soak_of_random_faults_hangs_nowhere() {
     const WORLDS: usize = 4;

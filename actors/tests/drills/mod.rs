@@ -1,5 +1,5 @@
-//! Ranks as threads in which something goes wrong: how each of them ends, that none of its calls took longer than deadlines allow,
-//! and that nothing is left.
+//! Ranks as threads in which something goes wrong: how each of them ends, that none of its calls took longer than
+//! deadlines allow, and that nothing is left.
 #![allow(dead_code, unreachable_pub)]
 
 use std::collections::BTreeMap;
@@ -35,8 +35,8 @@ fn longest_call(deadlines: &Deadlines) -> Duration {
     backstop.saturating_sub(Duration::from_secs(1))
 }
 
-/// How long this process has run. A thread counts the pieces that it slept, so the time in which others have the machine, or it
-/// stands still, hardly counts.
+/// How long this process has run. A thread counts the pieces that it slept, so the time in which others have the
+/// machine, or it stands still, hardly counts.
 fn running() -> Duration {
     const PIECE: Duration = Duration::from_millis(10);
     static COUNTING: Once = Once::new();
@@ -201,7 +201,8 @@ pub fn run(label: &str, scenario: &Scenario, device: &'static str, parts: Vec<Pa
     run_over(label, scenario, device, parts, DEADLINES, None)
 }
 
-/// As [`run`], with other deadlines and an emulated link. However a rank ends, none of its calls was left to the backstop.
+/// As [`run`], with other deadlines and an emulated link. However a rank ends, none of its calls was left to the
+/// backstop.
 pub fn run_over(
     label: &str,
     scenario: &Scenario,
