@@ -19,7 +19,7 @@ use gatherflow_kernels::{Cause, Failure, FailureKind, Lease, Link, OpenOptions};
 
 use crate::scenario::{Scenario, Shape};
 
-/// Nothing here takes longer; what does hangs.
+/// No step here takes longer; what does hangs.
 pub const LIMIT: Duration = Duration::from_secs(20);
 
 /// The deadlines of drills.
@@ -214,6 +214,8 @@ pub fn run_over(
     let plans = scenario.plans();
     let seats = Ranks::local(parts.len(), link).expect("ranks");
     let count = parts.len();
+    let at_steps: Vec<_> = parts.iter().map(|part| part.at_step.clone()).collect();
+    let progress = || at_steps.iter().map(|at| at.load(Ordering::SeqCst)).sum::<u64>();
     let (sender, ends) = channel();
     for (seat, part) in seats.into_iter().zip(parts) {
         let (scenario, sender) = (scenario.clone(), sender.clone());
@@ -228,16 +230,15 @@ pub fn run_over(
         });
     }
     drop(sender);
-    let deadline = Instant::now() + LIMIT;
-    let mut all: Vec<Option<End>> = vec![None; count];
+    let (mut all, mut seen): (Vec<Option<End>>, u64) = (vec![None; count], 0);
     while all.iter().any(Option::is_none) {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match ends.recv_timeout(left) {
+        match ends.recv_timeout(LIMIT) {
             Ok((rank, Ok(end), longest)) => {
                 assert!(longest < longest_call(&deadlines), "{label}: a call of rank {rank} took {longest:?}: {end:?}");
                 all[rank] = Some(end);
             }
             Ok((rank, Err(_), _)) => panic!("{label}: the user's thread of rank {rank} panicked"),
+            Err(_) if progress() > seen => seen = progress(),
             Err(error) => panic!("{label}: hangs ({error}); so far {all:?}"),
         }
     }
