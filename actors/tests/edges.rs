@@ -138,6 +138,37 @@ fn leaving_out_e8_is_found_by_its_assertion() {
 }
 
 #[test]
+fn no_gather_goes_beyond_the_credits_but_in_the_flush_at_the_end() {
+    // Where nobody waits for what a peer demands: one rank that enters units in any order, and two that enter them in
+    // the same, with no more buckets in a unit than there are credits. All is demanded before the first reduce, so
+    // there is no drain.
+    let alone = Scenario { shape: Shape::regular(1, 6, 2, 100, 100), forward_seed: Some(7), ..Scenario::plain() };
+    let together = Scenario { shape: Shape::regular(2, 6, 1, 100, 100), ..Scenario::plain() };
+    for (scenario, storage) in [alone, together].iter().flat_map(|of| STORAGES.map(|storage| (of, storage))) {
+        let buckets = scenario.plan().buckets().len();
+        let modes = [1, 2, 3, 5, 100].map(|credits| (Overlap::Window, credits));
+        for (overlap, credits) in modes.into_iter().chain([(Overlap::Chain, 1)]) {
+            for first_gather in [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward] {
+                // The end flushes the last version, if there is one.
+                for (skip, skipped) in [(Skip::Host, vec![3]), (Skip::Host, vec![1]), (Skip::Device, vec![3])] {
+                    let scenario =
+                        Scenario { overlap, credits, first_gather, skip, skipped, evaluate: true, ..scenario.clone() };
+                    let summary =
+                        check(&scenario.clone().stored(storage)).unwrap_or_else(|v| panic!("{scenario:?}: {v}"));
+                    let free = buckets.min(credits as usize);
+                    let last = usize::from(skip == Skip::Device || !scenario.skipped.contains(&3));
+                    let flushed = scenario.shape.ranks * last * (buckets - free);
+                    assert_eq!(summary.let_go_without_entry, flushed, "{scenario:?}");
+                    let gathers = scenario.shape.ranks * scenario.gathered_versions() * buckets;
+                    let seen = summary.let_go_by_entry + summary.let_go_within_credits + flushed;
+                    assert_eq!(seen, gathers, "{scenario:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn gradients_are_searched_behind_their_writes_and_before_their_reduce_once_a_bucket_and_step() {
     let with = Scenario { check_for_nan_in_grad: true, unused: 20, ..Scenario::plain() };
     for log in with.run_on_null().logs {

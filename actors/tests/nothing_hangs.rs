@@ -7,7 +7,8 @@ mod drills;
 #[path = "scenario/mod.rs"]
 mod scenario;
 
-use std::sync::atomic::Ordering;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::task::{Wake, Waker};
@@ -23,6 +24,9 @@ use gatherflow_actors::{ActorName, Driver, FirstGather, LrRow, Overlap, Ranks, S
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::{Cause, FailureKind, OpenOptions, Work};
 use scenario::{Draw, Scenario};
+
+/// Of a piece of work: more than twice as long as the deadline of a collective.
+const STALL: Duration = Duration::from_millis(800);
 
 /// Every actor, every message of a run: the fault's text is what everybody hears.
 fn every_message(scenario: &Scenario, text: &str, fault: &Fault) {
@@ -172,37 +176,60 @@ fn a_session_whose_last_owner_is_a_waker_ends_on_the_actor_thread() {
     nothing_is_left("a session that a waker drops");
 }
 
-/// Short runs with random faults at random places, one after the other. `GATHERFLOW_SOAK_SECONDS` (default 15) is for how
-/// long, `GATHERFLOW_SOAK_SEED` repeats a run.
+/// Runs with random faults at random places, several at once, since most of the time of many is a deadline.
+/// `GATHERFLOW_SOAK_SECONDS` (default 15) is for how long, `GATHERFLOW_SOAK_SEED` repeats runs: with 0 seconds this and
+/// the next few.
 #[test]
 fn a_soak_of_random_faults_hangs_nowhere() {
+    const WORLDS: usize = 4;
     let _alone = alone();
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let until = Instant::now() + Duration::from_secs(number("GATHERFLOW_SOAK_SECONDS").unwrap_or(15));
-    let (first, mut runs) = (number("GATHERFLOW_SOAK_SEED").unwrap_or(1), 0);
-    while Instant::now() < until {
-        let seed = first + runs;
-        soak(seed);
-        runs += 1;
-    }
+    let seconds = number("GATHERFLOW_SOAK_SECONDS").unwrap_or(15);
+    // A machine that is busy with other things may take twenty times as long for it.
+    let floor = 2_000 * seconds / 15;
+    let next = AtomicU64::new(number("GATHERFLOW_SOAK_SEED").unwrap_or(1));
+    let (steps, ends) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
+    let from = Instant::now();
+    let world = || {
+        loop {
+            let (done, first) = soak(next.fetch_add(1, Ordering::SeqCst));
+            let first = first.map_or_else(|| "none".into(), |cause| format!("{:?}", cause.kind));
+            *ends.lock().unwrap().entry(first).or_insert(0) += 1;
+            let enough = steps.fetch_add(done, Ordering::SeqCst) + done >= floor;
+            if from.elapsed() >= Duration::from_secs(if enough { seconds } else { 20 * seconds }) {
+                break;
+            }
+        }
+    };
+    std::thread::scope(|scope| (0..WORLDS).for_each(|_| drop(scope.spawn(world))));
+    let (steps, ends) = (steps.into_inner(), ends.into_inner().unwrap());
+    let runs: u64 = ends.values().sum();
+    let what = format!("{runs} runs, {steps} steps that all ranks of a run have done, {:?}: {ends:?}", from.elapsed());
+    eprintln!("{what}");
+    assert!(steps >= floor, "{what}");
+    let kinds = ["Actor", "Device", "Deadline", "RankLost"];
+    assert!(seconds < 15 || kinds.iter().all(|kind| ends.contains_key(*kind)), "{what}");
     nothing_is_left("the soak");
     a_new_session_works(2);
-    eprintln!("{runs} runs");
 }
 
-fn soak(seed: u64) {
+/// How many steps all ranks have done, and the cause that ended them.
+fn soak(seed: u64) -> (u64, Option<Cause>) {
     let mut draw = Draw::new(seed);
     let mut scenario = match draw.below(8) {
         0 | 1 => in_groups(),
         2 => in_stages(),
         _ => scenario(1 + draw.below(4)),
     };
+    scenario.steps = 20 + draw.below(100) as u64;
     let ranks = scenario.shape.ranks;
     scenario.overlap = [Overlap::None, Overlap::Chain, Overlap::Window][draw.below(3)];
     scenario.first_gather = [FirstGather::Step, FirstGather::ZeroGrad, FirstGather::Forward][draw.below(3)];
     scenario.call_bytes = [0, 600, 5_000][draw.below(3)];
     scenario.steps_in_flight = 1 + draw.below(4) as u32;
-    scenario.skipped = if draw.chance(30) { vec![1] } else { Vec::new() };
+    scenario.skip = [Skip::Host, Skip::Device][draw.below(2)];
+    scenario.skipped =
+        if draw.chance(30) { (1..scenario.steps).step_by(1 + draw.below(9)).collect() } else { Vec::new() };
     scenario.credits = [1, 2, u32::MAX][draw.below(3)];
     scenario.overlap_grad_reduce = draw.chance(50);
     scenario.issue_on_thread = draw.chance(40);
@@ -212,25 +239,30 @@ fn soak(seed: u64) {
     scenario.blind = [0, 0, 30][draw.below(3)];
     let mut parts = vec![Part::default(); ranks];
     let mut text = Vec::new();
-    // One fault, or two at once.
+    // One fault, or two at once, in the first steps or in any.
+    let within = if draw.chance(40) { 3 } else { scenario.steps as usize };
     for _ in 0..=draw.below(2) {
         let rank = draw.below(ranks);
         let part = &mut parts[rank];
         let actors = actors();
-        let (actor, nth) = (actors[draw.below(actors.len())], draw.below(12) as u64);
-        let fault = match draw.below(6) {
+        let (actor, nth) = (actors[draw.below(actors.len())], draw.below(4 * within) as u64);
+        let fault = match draw.below(7) {
             0 => Fault::Fail("drill".into()),
             1 => Fault::Panic("drill".into()),
             2 => Fault::EndThread,
-            3 => {
-                let inject = if draw.chance(50) { Inject::Panic } else { Inject::Fail("drill".into()) };
-                let nth = draw.below(100) as u64;
+            at @ (3 | 4) => {
+                let inject = match draw.below(2) {
+                    _ if at == 4 => Inject::Delay(STALL),
+                    0 => Inject::Panic,
+                    _ => Inject::Fail("drill".into()),
+                };
+                let nth = draw.below(30 * within) as u64;
                 text.push(format!("{inject:?} before work {nth} of rank {rank}"));
                 part.before_work = Some(at_work(nth, inject).0);
                 continue;
             }
-            4 => {
-                part.leave_at = Some((draw.below(3) as u64, draw.below(10) as u64));
+            5 => {
+                part.leave_at = Some((draw.below(within) as u64, draw.below(10) as u64));
                 text.push(format!("rank {rank} leaves at {:?}", part.leave_at));
                 continue;
             }
@@ -241,10 +273,13 @@ fn soak(seed: u64) {
     }
     let label = format!("seed {seed}: {}, {scenario:?}", text.join(" and "));
     let vanishing = text.iter().any(|what| what.contains("Vanish"));
+    let at_steps: Vec<_> = parts.iter().map(|part| part.at_step.clone()).collect();
     let ends = run(&label, &scenario, "cpu", parts);
     // Those that failed say the same; who has vanished has only its own word.
     let failed: Vec<_> = ends.into_iter().filter(|end| matches!(end, End::Failed(_))).collect();
     if !failed.is_empty() && !vanishing {
         one_cause(&label, &failed);
     }
+    let steps = at_steps.iter().map(|at| at.load(Ordering::SeqCst)).min().unwrap_or(0);
+    (steps, failed.first().map(|end| end.cause().clone()))
 }

@@ -1,10 +1,11 @@
-//! Ranks as threads in which something goes wrong: how each of them ends, within a hard limit, and that nothing is left.
+//! Ranks as threads in which something goes wrong: how each of them ends, that none of its calls took longer than
+//! deadlines allow, and that nothing is left.
 #![allow(dead_code, unreachable_pub)]
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,7 @@ use gatherflow_kernels::{Cause, Failure, FailureKind, Lease, Link, OpenOptions};
 
 use crate::scenario::{Scenario, Shape};
 
-/// Nothing here takes longer; what does hangs.
+/// No step here takes longer; what does hangs.
 pub const LIMIT: Duration = Duration::from_secs(20);
 
 /// The deadlines of drills.
@@ -27,6 +28,49 @@ pub const DEADLINES: Deadlines = Deadlines {
     collective: Duration::from_millis(300),
     silence: Duration::from_millis(500),
 };
+
+/// No call of a rank takes as long: 1 s less than the backstop of every wait, which ends what nothing else has ended.
+fn longest_call(deadlines: &Deadlines) -> Duration {
+    let backstop = deadlines.collective.max(deadlines.silence).saturating_mul(4).saturating_add(Duration::from_secs(2));
+    backstop.saturating_sub(Duration::from_secs(1))
+}
+
+/// How long this process has run. A thread counts the pieces that it slept, so the time in which others have the
+/// machine, or it stands still, hardly counts.
+fn running() -> Duration {
+    const PIECE: Duration = Duration::from_millis(10);
+    static COUNTING: Once = Once::new();
+    static PIECES: AtomicU32 = AtomicU32::new(0);
+    COUNTING.call_once(|| {
+        std::thread::spawn(|| {
+            loop {
+                std::thread::sleep(PIECE);
+                PIECES.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+    });
+    PIECE * PIECES.load(Ordering::SeqCst)
+}
+
+/// Measures one rank's calls into its session, its end included.
+#[derive(Default)]
+struct Calls {
+    since: Option<Duration>,
+    longest: Duration,
+}
+
+impl Calls {
+    fn begin(&mut self) {
+        self.end();
+        self.since = Some(running());
+    }
+
+    fn end(&mut self) {
+        if let Some(since) = self.since.take() {
+            self.longest = self.longest.max(running().saturating_sub(since));
+        }
+    }
+}
 
 /// One rank's part in a run.
 #[derive(Clone, Default)]
@@ -157,7 +201,8 @@ pub fn run(label: &str, scenario: &Scenario, device: &'static str, parts: Vec<Pa
     run_over(label, scenario, device, parts, DEADLINES, None)
 }
 
-/// As [`run`], with other deadlines and an emulated link.
+/// As [`run`], with other deadlines and an emulated link. However a rank ends, none of its calls was left to the
+/// backstop.
 pub fn run_over(
     label: &str,
     scenario: &Scenario,
@@ -169,31 +214,46 @@ pub fn run_over(
     let plans = scenario.plans();
     let seats = Ranks::local(parts.len(), link).expect("ranks");
     let count = parts.len();
+    let at_steps: Vec<_> = parts.iter().map(|part| part.at_step.clone()).collect();
+    let progress = || at_steps.iter().map(|at| at.load(Ordering::SeqCst)).sum::<u64>();
     let (sender, ends) = channel();
     for (seat, part) in seats.into_iter().zip(parts) {
         let (scenario, sender) = (scenario.clone(), sender.clone());
         let plan = part.plan.clone().unwrap_or_else(|| plans[seat.rank()].clone());
         std::thread::spawn(move || {
-            let rank = seat.rank();
-            let run = std::panic::AssertUnwindSafe(|| one_rank(&scenario, seat, &plan, device, &part, deadlines));
-            drop(sender.send((rank, std::panic::catch_unwind(run))));
+            let (rank, mut calls) = (seat.rank(), Calls::default());
+            let run =
+                std::panic::AssertUnwindSafe(|| one_rank(&scenario, seat, &plan, device, &part, deadlines, &mut calls));
+            let end = std::panic::catch_unwind(run);
+            calls.end();
+            drop(sender.send((rank, end, calls.longest)));
         });
     }
     drop(sender);
-    let deadline = Instant::now() + LIMIT;
-    let mut all: Vec<Option<End>> = vec![None; count];
+    let (mut all, mut seen): (Vec<Option<End>>, u64) = (vec![None; count], 0);
     while all.iter().any(Option::is_none) {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match ends.recv_timeout(left) {
-            Ok((rank, Ok(end))) => all[rank] = Some(end),
-            Ok((rank, Err(_))) => panic!("{label}: the user's thread of rank {rank} panicked"),
+        match ends.recv_timeout(LIMIT) {
+            Ok((rank, Ok(end), longest)) => {
+                assert!(longest < longest_call(&deadlines), "{label}: a call of rank {rank} took {longest:?}: {end:?}");
+                all[rank] = Some(end);
+            }
+            Ok((rank, Err(_), _)) => panic!("{label}: the user's thread of rank {rank} panicked"),
+            Err(_) if progress() > seen => seen = progress(),
             Err(error) => panic!("{label}: hangs ({error}); so far {all:?}"),
         }
     }
     all.into_iter().flatten().collect()
 }
 
-fn one_rank(scenario: &Scenario, seat: Seat, plan: &Arc<Plan>, device: &str, part: &Part, deadlines: Deadlines) -> End {
+fn one_rank(
+    scenario: &Scenario,
+    seat: Seat,
+    plan: &Arc<Plan>,
+    device: &str,
+    part: &Part,
+    deadlines: Deadlines,
+    watch: &mut Calls,
+) -> End {
     if let Some(time) = part.never_starts {
         std::thread::sleep(time);
         return End::Left;
@@ -223,6 +283,7 @@ fn one_rank(scenario: &Scenario, seat: Seat, plan: &Arc<Plan>, device: &str, par
         let failure = part.fails_in_init.then(|| Arc::new(Failure::new(FailureKind::StartUp, 1, "no file")));
         failure.map_or(Ok(()), Err)
     };
+    watch.begin();
     let session = match Session::start(seat, plan.clone(), config, options, &mut init) {
         Ok(session) => session,
         Err(cause) => return End::Failed(cause),
@@ -231,31 +292,36 @@ fn one_rank(scenario: &Scenario, seat: Seat, plan: &Arc<Plan>, device: &str, par
         part.at_step.store(step, Ordering::SeqCst);
         let left = std::cell::Cell::new(false);
         let mut before_call = |calls: u64| {
+            watch.end();
             if part.leave_at.is_some_and(|at| at <= (step, calls)) {
                 // The calls that follow must not be made: the session is gone for them.
                 left.set(true);
+                watch.begin();
                 std::panic::resume_unwind(Box::new("left"));
             }
             if let Some(before_call) = &part.before_call {
                 before_call(step, calls);
             }
+            watch.begin();
         };
         let calls = std::panic::AssertUnwindSafe(|| scenario.step(&session, step, &mut before_call));
         match std::panic::catch_unwind(calls) {
             Ok(Ok(())) => {}
-            Ok(Err(cause)) => return failed(&session, cause),
+            Ok(Err(cause)) => return failed(&session, cause, watch),
             Err(_) if left.get() => return End::Left,
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }
+    watch.begin();
     match session.close() {
         Ok(()) => End::Closed,
-        Err(cause) => failed(&session, cause),
+        Err(cause) => failed(&session, cause, watch),
     }
 }
 
 /// Every call after a failure says the same.
-fn failed(session: &Session, cause: Cause) -> End {
+fn failed(session: &Session, cause: Cause, watch: &mut Calls) -> End {
+    watch.begin();
     let mut said = vec![
         ("failed", session.failed().map_or(Ok(()), Err)),
         ("enter", session.enter(UnitId(0))),
@@ -275,6 +341,8 @@ fn failed(session: &Session, cause: Cause) -> End {
     for (call, result) in said {
         assert_eq!(result.expect_err(call).to_string(), cause.to_string(), "{call}");
     }
+    // What is left is the end of the session.
+    watch.begin();
     End::Failed(cause)
 }
 
