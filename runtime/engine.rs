@@ -168,12 +168,12 @@ impl Engine {
     }
 
     /// This rank's weight (its token count, say) in the average of the next steps, until set again, with `average = "weight"`.
-    /// 0 is legal on some ranks. Of ranks that share a copy of the model the first one's counts.
+    /// 0 is legal on some ranks. Of ranks that share a copy of the model the first one's counts. The null device hears no weight.
     ///
     /// # Errors
     /// Another way of averaging, or a weight that is negative or not finite.
     pub fn set_weight(&mut self, weight: f64) -> Result<(), Error> {
-        if self.config.average != Average::Weight {
+        if self.config.average != Average::Weight && self.config.device_name() != "null" {
             return Err(Error::misuse("weights are only read with `average = \"weight\"` in the configuration"));
         }
         if !usable(weight) {
