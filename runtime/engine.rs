@@ -303,8 +303,10 @@ impl Engine {
     /// With `first_gather = "zero_grad"` the gathers of the newest parameters start here.
     ///
     /// # Errors
-    /// A gradient that is being written or is complete (its reduction may have begun), by name (SPEC P9); the first cause of a
-    /// fatal failure.
+    /// By name, a gradient that is being written, or that backward of the last microbatch has completed; the first cause of a fatal
+    /// failure. This is stricter than SPEC P9, which allows it until the step's first reduce is issued: a complete gradient is
+    /// reported to its bucket at once, and no report is taken back, whether the reduce begins then, waits for other gradients of the
+    /// bucket or, without `overlap_grad_reduce`, for `step`.
     pub fn zero_grad(&mut self) -> Result<(), Error> {
         self.shared.check_open()?;
         self.shared.check_alive()?;
@@ -312,7 +314,8 @@ impl Engine {
             Error::misuse(match refused {
                 Refused::GuardAlive => "a gradient guard of it is alive: complete it before zero_grad",
                 Refused::Complete => {
-                    "its gradient is on its way already: call zero_grad before the last microbatch's backward, or not at all"
+                    "backward of the last microbatch has completed its gradient, which now counts in this step: call zero_grad \
+                     before that backward, or not at all"
                 }
             })
                 .on_rank(self.rank())
