@@ -402,12 +402,20 @@ impl Engine {
         Report::of(self.times())
     }
 
-    /// Times of the finished steps so far, of the last 100 000. Call this (or [`Engine::report`]) at least every 128 steps to
-    /// have all of them: of steps that nobody asked about, only the newest 128 to 256 are kept.
+    /// Times of the finished steps so far, of the last 100 000 (fewer where these waited for over a million buckets). Call this (or
+    /// [`Engine::report`]) at least every 128 steps to have all of them: of steps that nobody asked about, only the newest 128 to
+    /// 256 are kept.
     pub fn times(&mut self) -> &[StepTimes] {
         const KEPT: usize = 100_000;
+        const WAITS_KEPT: usize = 1_000_000;
         self.times.extend(self.shared.session.take_times());
-        let surplus = self.times.len().saturating_sub(KEPT);
+        let mut waits = 0;
+        let newest = self.times.iter().rev().take(KEPT);
+        let kept = newest.take_while(|times| {
+            waits += times.waited.len();
+            waits <= WAITS_KEPT
+        });
+        let surplus = self.times.len() - kept.count();
         self.times.drain(..surplus);
         &self.times
     }
