@@ -6,7 +6,7 @@ mod small;
 use std::io::Write;
 use std::sync::{Mutex, Once};
 
-use gatherflow::{Engine, Internals, Mode, Rank};
+use gatherflow::{DType, Engine, Internals, Mode, Model, Rank};
 use gatherflow_kernels::cpu::{BeforeWork, Inject};
 use gatherflow_kernels::{CollectiveKind, Work};
 use small::{config, microbatch, on_ranks};
@@ -73,6 +73,23 @@ fn a_collective_that_fails_is_logged_with_its_rank_step_and_bucket() {
     }
     let elsewhere = |line: &&String| !line.contains(" gatherflow::");
     assert_eq!(lines(&[failed]).iter().find(elsewhere), None);
+}
+
+#[test]
+fn what_cannot_overlap_is_said_once_at_the_start_by_rank_0() {
+    logging();
+    on_ranks(2, |rank| {
+        let mut model = Model::new();
+        let chunk = model.chunk();
+        let unit = model.unit(chunk, "only").unwrap();
+        model.param(unit, "only.weight", &[64], DType::F32).unwrap();
+        Engine::new(rank, model, config(), |_, out| out.fill_with(|_| 0.5)).unwrap();
+    });
+    let told = lines(&["one bucket: its gather has no other unit to hide under"]);
+    assert!(
+        matches!(&told[..], [line] if line.contains("INFO gatherflow::engine: ") && line.contains("rank=0")),
+        "{told:#?}"
+    );
 }
 
 #[test]
