@@ -328,6 +328,7 @@ impl Engine {
     ///
     /// # Errors
     /// The first cause of a fatal failure.
+    #[doc(alias = "finish_param_sync")]
     pub fn ensure_params_ready(&self) -> Result<(), Error> {
         self.shared.check_open()?;
         Ok(self.shared.session.all_ready()?)
@@ -337,6 +338,7 @@ impl Engine {
     ///
     /// # Errors
     /// An unknown chunk, or the first cause of a fatal failure.
+    #[doc(alias = "finish_param_sync")]
     pub fn ensure_chunk_ready(&self, chunk: ChunkId) -> Result<(), Error> {
         let pass = self.pass(chunk, 0, false, Mode::Eval)?;
         let units = self.shared.model.units.iter().enumerate().filter(|(_, unit)| unit.chunk == chunk);

@@ -68,7 +68,7 @@ impl Config {
         ));
         let layout = (self.layout == Layout::Reference).then_some((
             "layout",
-            "layout = \"reference\" pads bucket ends to the number of ranks only",
+            "layout = \"reference\" pads bucket ends to the number of data-parallel ranks only",
             &["bandwidth_alignment"][..],
         ));
         let constant = (self.scaler != ScalerKind::Constant).then_some((

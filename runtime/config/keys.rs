@@ -167,7 +167,7 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "bucket_size",
         values: "a number of elements from 1; not together with num_buckets",
-        default: "max(40 000 000, 1 000 000 x ranks)",
+        default: "max(40 000 000, 1 000 000 x d), d being ranks / model_parallel",
         help: "a bucket closes once it holds this many elements; parameters are never split",
         set: |c, v| put(&mut c.bucket_size, count(v).map(Some)),
     },
@@ -182,8 +182,9 @@ pub const KEYS: &[Key] = &[
         name: "layout",
         values: "\"standard\" or \"reference\"",
         default: "\"standard\"",
-        help: "parameters start at multiples of 64 elements and buckets end at multiples of lcm(ranks, 128), or without gaps and \
-               at multiples of ranks, as in files of Megatron-LM's distributed optimizer",
+        help: "parameters start at multiples of 64 elements and buckets end at multiples of lcm(d, 128), or without gaps and at \
+               multiples of d, as in files of Megatron-LM's distributed optimizer; d is ranks / model_parallel, or the number of \
+               ranks of the shard group that a parameter names",
         set: |c, v| {
             c.layout = match v.as_str()? {
                 "standard" => Layout::Standard,
@@ -266,7 +267,8 @@ pub const KEYS: &[Key] = &[
         values: "a power from 0.1 to 7, or \"inf\"",
         default: "2",
         help: "which norm of the gradients is told and clipped by: the root of the sum of powers, or the largest absolute value; \
-               1, 2 and inf cost one fast read, others much more arithmetic; not on the null device",
+               1, 2 and inf cost one fast read, others much more arithmetic. Not any power: beyond 7 those of f32 gradients \
+               overflow f64, below 0.1 the root does. Not on the null device",
         set: |c, v| {
             c.norm_type = match v {
                 Value::String(s) if s == "inf" => NormType::Inf,
