@@ -168,12 +168,12 @@ impl Engine {
     }
 
     /// This rank's weight (its token count, say) in the average of the next steps, until set again, with `average = "weight"`.
-    /// 0 is legal on some ranks. Of ranks that share a copy of the model the first one's counts.
+    /// 0 is legal on some ranks. Of ranks that share a copy of the model the first one's counts. The null device hears no weight.
     ///
     /// # Errors
     /// Another way of averaging, or a weight that is negative or not finite.
     pub fn set_weight(&mut self, weight: f64) -> Result<(), Error> {
-        if self.config.average != Average::Weight {
+        if self.config.average != Average::Weight && self.config.device_name() != "null" {
             return Err(Error::misuse("weights are only read with `average = \"weight\"` in the configuration"));
         }
         if !usable(weight) {
@@ -303,8 +303,10 @@ impl Engine {
     /// With `first_gather = "zero_grad"` the gathers of the newest parameters start here.
     ///
     /// # Errors
-    /// A gradient that is being written or is complete (its reduction may have begun), by name (SPEC P9); the first cause of a
-    /// fatal failure.
+    /// By name, a gradient that is being written, or that backward of the last microbatch has completed; the first cause of a fatal
+    /// failure. This is stricter than SPEC P9, which allows it until the step's first reduce is issued: a complete gradient is
+    /// reported to its bucket at once, and no report is taken back, whether the reduce begins then, waits for other gradients of the
+    /// bucket or, without `overlap_grad_reduce`, for `step`.
     pub fn zero_grad(&mut self) -> Result<(), Error> {
         self.shared.check_open()?;
         self.shared.check_alive()?;
@@ -312,7 +314,8 @@ impl Engine {
             Error::misuse(match refused {
                 Refused::GuardAlive => "a gradient guard of it is alive: complete it before zero_grad",
                 Refused::Complete => {
-                    "its gradient is on its way already: call zero_grad before the last microbatch's backward, or not at all"
+                    "backward of the last microbatch has completed its gradient, which now counts in this step: call zero_grad \
+                     before that backward, or not at all"
                 }
             })
                 .on_rank(self.rank())
@@ -325,6 +328,7 @@ impl Engine {
     ///
     /// # Errors
     /// The first cause of a fatal failure.
+    #[doc(alias = "finish_param_sync")]
     pub fn ensure_params_ready(&self) -> Result<(), Error> {
         self.shared.check_open()?;
         Ok(self.shared.session.all_ready()?)
@@ -334,6 +338,7 @@ impl Engine {
     ///
     /// # Errors
     /// An unknown chunk, or the first cause of a fatal failure.
+    #[doc(alias = "finish_param_sync")]
     pub fn ensure_chunk_ready(&self, chunk: ChunkId) -> Result<(), Error> {
         let pass = self.pass(chunk, 0, false, Mode::Eval)?;
         let units = self.shared.model.units.iter().enumerate().filter(|(_, unit)| unit.chunk == chunk);
@@ -399,12 +404,20 @@ impl Engine {
         Report::of(self.times())
     }
 
-    /// Times of the finished steps so far, of the last 100 000. Call this (or [`Engine::report`]) at least every 128 steps to
-    /// have all of them: of steps that nobody asked about, only the newest 128 to 256 are kept.
+    /// Times of the finished steps so far, of the last 100 000 (fewer where these waited for over a million buckets). Call this (or
+    /// [`Engine::report`]) at least every 128 steps to have all of them: of steps that nobody asked about, only the newest 128 to
+    /// 256 are kept.
     pub fn times(&mut self) -> &[StepTimes] {
         const KEPT: usize = 100_000;
+        const WAITS_KEPT: usize = 1_000_000;
         self.times.extend(self.shared.session.take_times());
-        let surplus = self.times.len().saturating_sub(KEPT);
+        let mut waits = 0;
+        let newest = self.times.iter().rev().take(KEPT);
+        let kept = newest.take_while(|times| {
+            waits += times.waited.len();
+            waits <= WAITS_KEPT
+        });
+        let surplus = self.times.len() - kept.count();
         self.times.drain(..surplus);
         &self.times
     }

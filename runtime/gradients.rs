@@ -41,7 +41,7 @@ struct Slot {
 pub(crate) enum Refused {
     /// Another guard of the same gradient is alive.
     GuardAlive,
-    /// Backward has left all units that use it: its bucket may be on its way.
+    /// Backward has left all units that use it: its bucket has heard so, and may be on its way.
     Complete,
 }
 
@@ -170,7 +170,8 @@ impl Gradients {
     }
 
     /// Forgets what was written, so that the next write is the first; and what was abandoned, unless the last microbatch has
-    /// begun, after which there is no writing it anew. Refused once a gradient is complete or while a guard is alive.
+    /// begun, after which there is no writing it anew. Refused once a gradient is complete, which its bucket has
+    /// heard and does not take back, or while a guard is alive.
     pub(crate) fn forget_writes(&self) -> Result<(), (ParamId, Refused)> {
         for (index, slot) in self.slots.iter().enumerate() {
             let slot = slot.lock();

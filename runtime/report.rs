@@ -41,8 +41,8 @@ impl Report {
         let (gathered, exposed) = (total(|t| t.gather_ns), total(|t| t.exposed_gather_ns));
         let hidden_share = if gathered == 0 { 1.0 } else { (1.0 - exposed as f64 / gathered as f64).clamp(0.0, 1.0) };
         let mut waited = std::collections::BTreeMap::new();
-        for (bucket, ns) in times.iter().filter_map(|t| t.slowest) {
-            *waited.entry(bucket).or_insert(0) += ns;
+        for (bucket, ns) in times.iter().flat_map(|t| &t.waited) {
+            *waited.entry(*bucket).or_insert(0) += ns;
         }
         Self {
             steps: times.len(),
@@ -98,7 +98,7 @@ impl std::fmt::Display for Report {
 mod tests {
     use super::*;
 
-    fn times(step: u64, exposed_ms: u64, slowest: u32) -> StepTimes {
+    fn times(step: u64, exposed_ms: u64, waited: &[(u32, u64)]) -> StepTimes {
         StepTimes {
             step,
             step_ns: 10_000_000,
@@ -108,17 +108,23 @@ mod tests {
             reduce_ns: 2_000_000,
             exposed_gather_ns: exposed_ms * 1_000_000,
             exposed_reduce_ns: 0,
-            slowest: Some((BucketId(slowest), exposed_ms * 1_000_000)),
+            waited: waited.iter().map(|(bucket, ms)| (BucketId(*bucket), ms * 1_000_000)).collect(),
         }
     }
 
     #[test]
     fn one_line_says_how_much_was_hidden_and_which_bucket_waits_longest() {
-        let report = Report::of(&[times(0, 1, 3), times(1, 0, 2), times(2, 2, 3)]);
+        let report = Report::of(&[times(0, 1, &[(3, 1)]), times(1, 0, &[]), times(2, 2, &[(3, 2)])]);
         assert!((report.hidden_share - 0.75).abs() < 1e-12);
         assert_eq!(report.slowest, Some((BucketId(3), 3.0)));
         let line = report.to_string();
         assert!(line.contains("partly") && line.contains("75 % hidden") && line.contains("bucket 3"), "{line}");
+    }
+
+    #[test]
+    fn the_bucket_waited_for_longest_is_that_of_all_steps_together_not_of_any_one() {
+        let report = Report::of(&[times(0, 4, &[(0, 11), (1, 10)]), times(1, 4, &[(2, 11), (1, 10)])]);
+        assert_eq!(report.slowest, Some((BucketId(1), 20.0)));
     }
 
     #[test]

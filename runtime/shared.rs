@@ -256,6 +256,7 @@ impl Shared {
             target: "gatherflow::gradients",
             rank = self.rank,
             step = self.steps(),
+            bucket = self.session.plan().bucket_of(param).map(|bucket| bucket.0),
             param = %self.model.params()[param.index()].name,
             "a gradient was abandoned; every rank will skip this step"
         );

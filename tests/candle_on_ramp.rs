@@ -450,6 +450,14 @@ fn vars_that_cannot_be_trained_are_named_at_the_start() {
 }
 
 #[test]
+fn a_gradient_dtype_in_the_configuration_is_refused_because_nothing_would_read_it() {
+    let error = VarOptimizer::new(alone(), vars(Candle::F32), config().grad_dtype(DType::Bf16)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Config, "{error}");
+    assert!(error.to_string().contains("`grad_dtype` is set but never read"), "{error}");
+    VarOptimizer::new(alone(), vars(Candle::F32), config()).unwrap();
+}
+
+#[test]
 fn a_var_has_one_live_optimizer_and_is_free_after_close_or_drop() {
     let shared = vars(Candle::F32);
     let mut first = VarOptimizer::new(alone(), shared.clone(), config()).unwrap();

@@ -99,6 +99,12 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
         ("layout = \"reference\"\nbandwidth_alignment = true", "bandwidth_alignment"),
         ("device = \"null\"\nnorm_type = 2", "norm_type"),
         ("device = \"null\"\ncheck_for_nan_in_grad = true", "check_for_nan_in_grad"),
+        ("device = \"null\"\naverage = \"weight\"", "average"),
+        ("device = \"null\"\nunused = \"error\"", "unused"),
+        ("device = \"null\"\n[scaler]\nkind = \"dynamic\"\ngrowth = 2", "scaler.growth"),
+        ("device = \"null\"\n[scaler]\nkind = \"dynamic\"\nbackoff = 0.5", "scaler.backoff"),
+        ("device = \"null\"\n[scaler]\nkind = \"dynamic\"\ninterval = 3", "scaler.interval"),
+        ("device = \"null\"\n[scaler]\nkind = \"dynamic\"\nmin = 0.5", "scaler.min"),
         ("scaler = \"constant\"\ncheck_for_nan_in_grad = true", "check_for_nan_in_grad"),
         ("scaler = \"dynamic\"\non_nonfinite = \"error\"", "on_nonfinite"),
         ("[scaler]\nkind = \"constant\"\ngrowth = 2", "scaler.growth"),
@@ -110,7 +116,16 @@ fn a_key_that_the_mode_never_reads_is_an_error_only_if_it_was_set() {
         let told = !text.contains("scaler = \"constant\"") || message.contains("inf is normal");
         assert!(told, "{message}");
     }
-    for text in ["overlap = \"none\"", "overlap = \"chain\"", "device = \"null\"", "scaler = \"constant\"", ""] {
+    for text in [
+        "overlap = \"none\"",
+        "overlap = \"chain\"",
+        "device = \"null\"",
+        // What the device starts from is read there: it is what the engine and its state tell.
+        "device = \"null\"\n[scaler]\nkind = \"dynamic\"\ninitial = 0.5\nhysteresis = 3",
+        "device = \"null\"\n[scaler]\nkind = \"constant\"\nscale = 8",
+        "scaler = \"constant\"",
+        "",
+    ] {
         Config::from_toml(text).unwrap();
     }
     assert!(Config::new().overlap(Overlap::None).credits(Credits::Unlimited).validate().is_err());

@@ -114,4 +114,6 @@ fn keys_that_the_null_device_never_reads_are_refused() {
     let rank = gatherflow::Ranks::local(1).unwrap().remove(0);
     let error = Engine::new(rank, model, config, |_, _| ()).unwrap_err();
     assert!(error.to_string().contains("`max_norm` is set but never read"), "{error}");
+    // A program that weighs its ranks runs there all the same.
+    small::solo(small::config().device("null")).0.set_weight(2.0).unwrap();
 }

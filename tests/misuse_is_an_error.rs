@@ -214,20 +214,24 @@ fn a_closed_or_dropped_engine_says_so() {
 
 #[test]
 fn zero_grad_is_optional_and_repeatable_until_a_gradient_is_complete() {
-    let run = |zero: bool| {
-        let (mut engine, small) = solo(config());
+    // Whether its reduce has begun or waits for `step`: the report of a complete gradient is not taken back.
+    let run = |zero: bool, overlap_grad_reduce: bool| {
+        let (mut engine, small) = solo(config().overlap_grad_reduce(overlap_grad_reduce));
         if zero {
             microbatch(&engine, &small, false, 9.0);
             engine.zero_grad().unwrap();
             engine.zero_grad().unwrap();
         }
         microbatch(&engine, &small, true, 1.0);
-        misuse(engine.zero_grad(), "on its way already");
+        misuse(engine.zero_grad(), "`tied`: backward of the last microbatch has completed its gradient");
         engine.step().unwrap().outcome().unwrap();
         engine.zero_grad().unwrap();
         bits(&engine)
     };
-    assert_eq!(run(false), run(true));
+    let never = run(false, true);
+    for (zero, overlap_grad_reduce) in [(true, true), (false, false), (true, false)] {
+        assert_eq!(never, run(zero, overlap_grad_reduce), "{zero} {overlap_grad_reduce}");
+    }
 }
 
 #[test]

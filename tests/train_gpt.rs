@@ -57,6 +57,22 @@ fn refused(flags: &[&str], names: &str) {
 }
 
 #[test]
+fn what_cannot_overlap_is_said_once_at_the_start() {
+    let text = file("hint.txt", "the quick brown fox jumps over the lazy dog\n".repeat(40).as_bytes());
+    for (flags, hint) in [
+        (&["--num-buckets=1", "--dtype=f32"][..], "note: one bucket: its gather has no other unit to hide under"),
+        (&["--ranks=1"], "note: one rank: no communication, so there is nothing to hide"),
+    ] {
+        let all = ["--layers=1", "--width=32", "--seq=24", "--batch=2", "--steps=2", "--data", &text];
+        let output = train_gpt(&[&all, flags].concat());
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && said.matches(hint).count() == 1, "{flags:?}: {said}");
+        assert!(said.find(hint) < said.find("step 1/2"), "{said}");
+        assert!(!said.contains("asked for, "), "nobody asked for a number of buckets that did not come out: {said}");
+    }
+}
+
+#[test]
 fn the_names_in_the_json_are_a_contract() {
     let result = result("contract", &[]);
     let mut names: Vec<&str> = result.as_object().unwrap().keys().map(String::as_str).collect();

@@ -228,7 +228,15 @@ impl Hands {
     /// Ends everything on this rank with the job's first cause, which this one is unless another came before it.
     pub(crate) fn poison(&self, cause: &Cause) -> Cause {
         let first = self.control.first_cause(cause);
-        tracing::error!(target: "gatherflow::supervisor", rank = self.control.rank(), %cause, %first, "poisoned");
+        tracing::error!(
+            target: "gatherflow::supervisor",
+            rank = self.control.rank(),
+            step = first.step,
+            bucket = first.bucket,
+            %cause,
+            %first,
+            "poisoned"
+        );
         self.device.poison(first.clone());
         self.face.fail(&first);
         first

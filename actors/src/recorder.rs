@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use crate::plan::BucketId;
 
 /// Times of one step on this rank, in nanoseconds. A step is what lies between two returns of `step`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepTimes {
     /// The step (number of steps before it).
     pub step: u64,
@@ -28,8 +28,8 @@ pub struct StepTimes {
     pub exposed_reduce_ns: u64,
     /// All of the executor's waits.
     pub wait_ns: u64,
-    /// The bucket it waited longest for, and how long.
-    pub slowest: Option<(BucketId, u64)>,
+    /// The buckets it waited for, and how long for each; in the order of the first wait.
+    pub waited: Vec<(BucketId, u64)>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -106,21 +106,19 @@ impl Log {
                 _ => {}
             }
         }
-        let mut per_bucket: Vec<(BucketId, u64)> = Vec::new();
         for wait in self.waits.iter().filter(|wait| wait.to_ns > begin && wait.from_ns < end) {
             let (from, to) = (wait.from_ns.max(begin), wait.to_ns.min(end));
             times.wait_ns += to - from;
             times.exposed_gather_ns += self.overlap(CollectiveKind::Gather, from, to);
             times.exposed_reduce_ns += self.overlap(CollectiveKind::Reduce, from, to);
             if let Some(bucket) = wait.bucket {
-                match per_bucket.iter_mut().find(|(other, _)| *other == bucket) {
+                match times.waited.iter_mut().find(|(other, _)| *other == bucket) {
                     Some((_, ns)) => *ns += to - from,
-                    None => per_bucket.push((bucket, to - from)),
+                    None => times.waited.push((bucket, to - from)),
                 }
             }
         }
         times.compute_ns = times.step_ns.saturating_sub(times.wait_ns);
-        times.slowest = per_bucket.into_iter().max_by_key(|(bucket, ns)| (*ns, std::cmp::Reverse(*bucket)));
         times
     }
 
@@ -188,7 +186,7 @@ mod tests {
         assert_eq!(times.exposed_gather_ns, 60);
         assert_eq!(times.exposed_reduce_ns, 10);
         assert_eq!((times.wait_ns, times.compute_ns), (130, 870));
-        assert_eq!(times.slowest, Some((BucketId(0), 100)));
+        assert_eq!(times.waited, [(BucketId(0), 100), (BucketId(1), 30)]);
     }
 
     #[test]

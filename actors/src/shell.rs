@@ -189,6 +189,8 @@ impl WatchState {
                 tracing::warn!(
                     target: "gatherflow::supervisor",
                     rank,
+                    step = key.of_step(),
+                    bucket = key.of_bucket(),
                     busy = peer,
                     reason = %spell.reason,
                     left_s,

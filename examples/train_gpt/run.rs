@@ -25,14 +25,16 @@ pub(crate) enum Failure {
 }
 
 /// Without a word from the user: 12 buckets, or as many as there are units, so that the gathers of the first units, under
-/// which there is little to hide them, are small. Parameters are never split, so it may take asking for more.
+/// which there is little to hide them, are small. Parameters are never split, so it may take a smaller size than for that many.
+/// (A size, because the plan notes numbers that were asked for and did not come out.)
 fn with_buckets(mut config: Config, model: &Model, ranks: usize) -> Result<Config, Error> {
     const FEWEST: usize = 12;
     if config.is_explicit("bucket_size") || config.is_explicit("num_buckets") {
         return Ok(config);
     }
-    for asked in FEWEST..=4 * FEWEST {
-        config = config.num_buckets(asked);
+    let numel: usize = model.params().iter().map(|p| p.numel).sum();
+    for buckets in FEWEST..=4 * FEWEST {
+        config = config.bucket_size(numel.div_ceil(buckets));
         let plan = model.plan(ranks, &config)?;
         if plan.buckets().len() >= FEWEST.max(plan.units().len()) {
             break;
@@ -68,6 +70,9 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         plan.buckets().len(),
         text.len()
     ));
+    for hint in plan.hints() {
+        say(&format!("note: {hint}"));
+    }
     let job = Job {
         model,
         gpt,

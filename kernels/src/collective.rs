@@ -58,6 +58,17 @@ impl CollectiveKey {
     pub fn of_bucket(&self) -> Option<u32> {
         Some(self.bucket).filter(|bucket| *bucket != Self::NO_BUCKET && self.kind != CollectiveKind::StagedSum)
     }
+
+    /// The step it is of, if it is of one. The gather of version `k` belongs to the step before it.
+    pub fn of_step(&self) -> Option<u64> {
+        match self.kind {
+            CollectiveKind::Reduce | CollectiveKind::Small | CollectiveKind::Sum | CollectiveKind::StagedSum => {
+                Some(self.version)
+            }
+            CollectiveKind::Gather => self.version.checked_sub(1),
+            CollectiveKind::StartUp => None,
+        }
+    }
 }
 
 impl std::fmt::Display for CollectiveKey {

@@ -218,7 +218,8 @@ impl Drop for CpuDevice {
         let deadline = Instant::now() + GRACE;
         let stuck = late.into_iter().filter_map(|stream| stream.join_until(deadline).err()).count();
         if stuck > 0 {
-            tracing::warn!(rank = self.state.transport.rank(), stuck, "stream threads are stuck and left behind");
+            let rank = self.state.transport.rank();
+            tracing::warn!(target: "gatherflow::cpu", rank, stuck, "stream threads are stuck and left behind");
         }
     }
 }

@@ -29,7 +29,8 @@ pub enum NormType {
 }
 
 impl NormType {
-    /// The powers for which no sum over f32 gradients, and no root of one, overflows f64.
+    /// The powers for which no sum over f32 gradients, and no root of one, overflows f64: the 8th power of the largest f32 does,
+    /// and so would the root of large sums for powers below. SPEC T2a asks for any power; this is narrower.
     pub const POWERS: std::ops::RangeInclusive<f64> = 0.1..=7.0;
 
     /// The norm from the sum of powers and the largest absolute value. With a root that is correctly rounded for `p` = 1 and 2.

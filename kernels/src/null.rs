@@ -3,7 +3,9 @@
 //! It owns real host memory (initialisation and read guards lease it as on the cpu device), four streams, one per
 //! [`StreamKind`], and the [`NullLog`] that [`crate::check`] reads: every allocation, stream hand-out, piece of work,
 //! record, wait, access and mark, in one order per rank. The log's order on one stream is the stream's order, and a record
-//! precedes every wait on its event. Collectives do not wait for peers. The verdict of each step comes from a [`Script`].
+//! precedes every wait on its event. Collectives do not wait for peers. The verdict of each step comes from a [`Script`] and
+//! from nothing else: what hosts say of a step (in a [`HostVerdict`](crate::verdict::HostVerdict): a gradient abandoned or
+//! missing, weights, learning rates that differ, a request to stop) is logged with the work and not heard.
 //!
 //! It fails only when poisoned: events recorded later are failed, enqueueing and waiting return the first cause. It checks
 //! no bounds; the checker does. A call costs 2 to 10 ns without the log (40 ns where a large [`Work`] moves) and 50 to 80 ns

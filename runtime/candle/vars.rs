@@ -22,7 +22,7 @@ use crate::actors::{Counters, DType, ParamId, Plan, UnitId};
 use crate::config::Config;
 use crate::engine::{Engine, ParamMut};
 use crate::error::{Error, ErrorKind};
-use crate::model::{ChunkId, GroupId, Model, ModelError};
+use crate::model::{ChunkId, GroupId, Model, ModelError, ParamOptions};
 use crate::outcome::Outcome;
 use crate::pass::Mode;
 use crate::ranks::Rank;
@@ -96,7 +96,8 @@ impl VarOptimizer {
     /// Registers the `Var`s, sorted by name, and starts this rank: takes their values, meets the other ranks and writes the
     /// common initial values back. It returns once all ranks have come.
     ///
-    /// All parameters are in the default group, which takes everything from the configuration.
+    /// All parameters are in the default group, which takes everything from the configuration. Their gradients are f32 in the
+    /// engine: `grad_dtype` is refused.
     ///
     /// # Errors
     /// [`ErrorKind::Model`] names a `Var` whose dtype is not f32, bf16 or f16, that is not on the CPU, that is given twice
@@ -119,7 +120,9 @@ impl VarOptimizer {
             .map(|(name, var)| {
                 let dtype = trainable_dtype(&name, &var)?;
                 let unit = model.unit(chunk, &name).map_err(|_| twice(&model, &name, &var))?;
-                let param = model.param(unit, name, var.dims(), dtype)?;
+                // Set here, so that a configured `grad_dtype` is refused as one that nothing reads (K1).
+                let options = ParamOptions { grad_dtype: Some(DType::F32), ..ParamOptions::default() };
+                let param = model.param_with(unit, name, var.dims(), dtype, options)?;
                 Ok(Slot { param, unit, dtype, var })
             })
             .collect::<Result<Vec<_>, Error>>()?;

@@ -15,8 +15,8 @@ impl Config {
     /// [`ConfigError`] names the key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         self.validate_layer()?;
-        if self.scaler == ScalerKind::Dynamic && self.initial < self.min {
-            // The first back-off would raise it.
+        if self.scaler == ScalerKind::Dynamic && self.device != "null" && self.initial < self.min {
+            // The first back-off would raise it (and on the null device there is none).
             let expected = format!("at least `scaler.min`, which is {:?}", self.min);
             return Err(bad_value("scaler.initial", &Value::Float(self.initial), &expected));
         }
@@ -55,6 +55,12 @@ impl Config {
             "device = \"null\" sees no gradient",
             &["on_nonfinite", "check_for_nan_in_grad"][..],
         ));
+        // The loss scale and hysteresis that a run starts from are read there: the engine and its state tell them.
+        let scripted = null.then_some((
+            "device",
+            "device = \"null\" has its verdicts from a script",
+            &["average", "unused", "scaler.min", "scaler.growth", "scaler.backoff", "scaler.interval"][..],
+        ));
         let scaled = (self.scaler != ScalerKind::None).then_some((
             "scaler.kind",
             "with a loss scaler inf is normal: a non-finite gradient always skips",
@@ -62,7 +68,7 @@ impl Config {
         ));
         let layout = (self.layout == Layout::Reference).then_some((
             "layout",
-            "layout = \"reference\" pads bucket ends to the number of ranks only",
+            "layout = \"reference\" pads bucket ends to the number of data-parallel ranks only",
             &["bandwidth_alignment"][..],
         ));
         let constant = (self.scaler != ScalerKind::Constant).then_some((
@@ -82,7 +88,7 @@ impl Config {
                 "scaler.hysteresis",
             ][..],
         ));
-        let rules = [none, chain, layout, emulate, max_norm, gradient, scaled, constant, dynamic];
+        let rules = [none, chain, layout, emulate, max_norm, gradient, scripted, scaled, constant, dynamic];
         rules.into_iter().flatten().flat_map(|(by, why, keys)| keys.iter().map(move |key| (*key, by, why)))
     }
 

@@ -55,7 +55,8 @@ pub const KEYS: &[Key] = &[
         name: "device",
         values: "\"cpu\" or \"null\"",
         default: "\"cpu\"",
-        help: "where the work runs; null only logs it",
+        help: "where the work runs; null only logs it: every step has the verdict of a script (updated, unless tests give \
+               another), so what ranks say of a step, or a request to stop, is not heard there",
         set: |c, v| put(&mut c.device, one_of(v, &["cpu", "null"])),
     },
     Key {
@@ -166,7 +167,7 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "bucket_size",
         values: "a number of elements from 1; not together with num_buckets",
-        default: "max(40 000 000, 1 000 000 x ranks)",
+        default: "max(40 000 000, 1 000 000 x d), d being ranks / model_parallel",
         help: "a bucket closes once it holds this many elements; parameters are never split",
         set: |c, v| put(&mut c.bucket_size, count(v).map(Some)),
     },
@@ -181,8 +182,9 @@ pub const KEYS: &[Key] = &[
         name: "layout",
         values: "\"standard\" or \"reference\"",
         default: "\"standard\"",
-        help: "parameters start at multiples of 64 elements and buckets end at multiples of lcm(ranks, 128), or without gaps and \
-               at multiples of ranks, as in files of Megatron-LM's distributed optimizer",
+        help: "parameters start at multiples of 64 elements and buckets end at multiples of lcm(d, 128), or without gaps and at \
+               multiples of d, as in files of Megatron-LM's distributed optimizer; d is ranks / model_parallel, or the number of \
+               ranks of the shard group that a parameter names",
         set: |c, v| {
             c.layout = match v.as_str()? {
                 "standard" => Layout::Standard,
@@ -265,7 +267,8 @@ pub const KEYS: &[Key] = &[
         values: "a power from 0.1 to 7, or \"inf\"",
         default: "2",
         help: "which norm of the gradients is told and clipped by: the root of the sum of powers, or the largest absolute value; \
-               1, 2 and inf cost one fast read, others much more arithmetic; not on the null device",
+               1, 2 and inf cost one fast read, others much more arithmetic. Not any power: beyond 7 those of f32 gradients \
+               overflow f64, below 0.1 the root does. Not on the null device",
         set: |c, v| {
             c.norm_type = match v {
                 Value::String(s) if s == "inf" => NormType::Inf,
@@ -279,7 +282,8 @@ pub const KEYS: &[Key] = &[
         name: "average",
         values: "\"ranks\" or \"weight\"",
         default: "\"ranks\"",
-        help: "divide summed gradients by the number of ranks, or by the sum of the weights they give to set_weight",
+        help: "divide summed gradients by the number of ranks, or by the sum of the weights they give to set_weight; \
+               not on the null device",
         set: |c, v| {
             c.average = match v.as_str()? {
                 "ranks" => Average::Ranks(1),
@@ -317,7 +321,7 @@ pub const KEYS: &[Key] = &[
         name: "unused",
         values: "\"zero\" or \"error\"",
         default: "\"zero\"",
-        help: "what a trainable parameter without a gradient counts as",
+        help: "what a trainable parameter without a gradient counts as; not on the null device",
         set: |c, v| {
             c.unused = match v.as_str()? {
                 "zero" => Unused::Zero,
@@ -360,28 +364,28 @@ pub const KEYS: &[Key] = &[
         name: "scaler.min",
         values: "a number from 1.2e-38, below 3.4e38",
         default: "1",
-        help: "the smallest scale of the dynamic scaler",
+        help: "the smallest scale of the dynamic scaler; not on the null device",
         set: |c, v| put(&mut c.min, scale(v)),
     },
     Key {
         name: "scaler.growth",
         values: "a number from 1, below 3.4e38",
         default: "2",
-        help: "factor on the dynamic scale after `interval` good steps",
+        help: "factor on the dynamic scale after `interval` good steps; not on the null device",
         set: |c, v| put(&mut c.growth, number(v, 1.0..f64::from(f32::MAX))),
     },
     Key {
         name: "scaler.backoff",
         values: "a number above 0 and below 1",
         default: "0.5",
-        help: "factor on the dynamic scale after `hysteresis` bad steps",
+        help: "factor on the dynamic scale after `hysteresis` bad steps; not on the null device",
         set: |c, v| put(&mut c.backoff, number(v, f64::from(f32::MIN_POSITIVE)..1.0)),
     },
     Key {
         name: "scaler.interval",
         values: "a number of steps from 1 to 4294967295",
         default: "1000",
-        help: "good steps in a row before the dynamic scale grows",
+        help: "good steps in a row before the dynamic scale grows; not on the null device",
         set: |c, v| put(&mut c.interval, u32::try_from(count(v)?).ok()),
     },
     Key {

@@ -71,7 +71,8 @@ impl ParamMut<'_> {
 
 impl Engine {
     /// Starts this rank: allocates, calls `init` once per parameter, meets the other ranks (model and configuration must
-    /// agree), broadcasts rank 0's parameters (or checks that all agree) and makes the masters.
+    /// agree), broadcasts rank 0's parameters (or checks that all agree) and makes the masters. Rank 0 logs what cannot help at
+    /// this size, such as overlap with a single bucket ([`Plan::hints`](crate::Plan::hints)).
     ///
     /// # Errors
     /// [`ErrorKind::Config`](crate::ErrorKind::Config) and [`ErrorKind::Model`](crate::ErrorKind::Model) name what is
@@ -137,6 +138,11 @@ impl Engine {
             overlap = ?config.overlap,
             "engine started"
         );
+        if number == 0 {
+            for hint in session.plan().hints() {
+                tracing::info!(target: "gatherflow::engine", rank = number, "{hint}");
+            }
+        }
         let lrs = model.groups.iter().map(|g| Lr::Value(g.lr.unwrap_or(config.lr))).collect();
         let known_t = vec![0; model.groups.len()];
         Ok(Self {

@@ -57,7 +57,8 @@ pub struct BucketPlan {
     pub buffer: BufferIndex,
     /// Its elements in the buffer, padding at the end included.
     pub range: Range,
-    /// Elements up to the end of its last parameter: gaps between parameters count, padding at the end does not.
+    /// Elements up to the end of its last parameter: gaps between parameters count, padding at the end does not. Before a bucket
+    /// that one parameter has by itself the gap to that parameter counts here too, as in the reference.
     pub numel_unpadded: usize,
     /// Elements of its parameters alone.
     pub param_numel: usize,

@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use super::execute::execute;
 use super::inject::{BeforeWork, Inject};
 use crate::clock::now_ns;
-use crate::collective::{Collective, CollectiveKey, CollectiveKind, CollectiveOp, HostMemory, Transfer, Transport};
+use crate::collective::{Collective, CollectiveKey, CollectiveOp, HostMemory, Transfer, Transport};
 use crate::device::Span;
 use crate::error::{Cause, CommError, DeviceError, Failure, FailureKind};
 use crate::event::Completer;
@@ -85,7 +85,14 @@ impl State {
         if self.failed.set(cause.clone()).is_err() {
             return;
         }
-        tracing::debug!(rank = self.transport.rank(), %cause, "device poisoned");
+        tracing::debug!(
+            target: "gatherflow::cpu",
+            rank = self.transport.rank(),
+            step = cause.step,
+            bucket = cause.bucket,
+            %cause,
+            "device poisoned"
+        );
         for lane in &self.lanes {
             let open = std::mem::take(&mut *lane.open.lock());
             for completer in open {
@@ -183,17 +190,11 @@ impl State {
     }
 }
 
-/// The failure with the step and bucket of a collective. The gather of version `k` belongs to the step before it.
+/// The failure with the step and bucket of a collective.
 fn located(mut failure: Failure, key: &CollectiveKey) -> Failure {
     failure.message = format!("{key} failed: {}", failure.message);
     failure.bucket = key.of_bucket();
-    failure.step = match key.kind {
-        CollectiveKind::Reduce | CollectiveKind::Small | CollectiveKind::Sum | CollectiveKind::StagedSum => {
-            Some(key.version)
-        }
-        CollectiveKind::Gather => key.version.checked_sub(1),
-        CollectiveKind::StartUp => None,
-    };
+    failure.step = key.of_step();
     failure
 }
 
