@@ -276,3 +276,15 @@ fn the_executor_without_a_framework_refuses_bad_arguments_by_name() {
         assert!(message.starts_with("error: ") && message.contains(names), "{message}");
     }
 }
+
+#[test]
+fn the_candle_program_ends_with_the_same_parameters_on_both_ranks() {
+    let output = Command::new(built("candle_vars")).output().unwrap();
+    let answer = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{answer}");
+    let told = |name: &str| answer.lines().filter_map(|line| line.split_once(name)).collect::<Vec<_>>();
+    let (sizes, losses) = (told(", squared size of the second layer "), told("last loss "));
+    assert!(sizes.len() == 2 && sizes[0].1 == sizes[1].1, "{answer}");
+    let loss = |text: &str| text.split(',').next().unwrap().parse::<f64>().unwrap();
+    assert!(losses.iter().all(|(_, text)| loss(text) < 0.1), "{answer}");
+}
