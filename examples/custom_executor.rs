@@ -8,11 +8,8 @@
 use std::process::ExitCode;
 
 use gatherflow::{
-    ChunkId, Config, DType, Engine, Error, Lr, Mode, Model, ModelError, Outcome, ParamId, Pass, Rank, Ranks, UnitId,
-    WriteMode, bf16,
+    ChunkId, Config, DType, Engine, Error, Lr, Mode, Model, ParamId, Pass, Rank, Ranks, UnitId, WriteMode, bf16,
 };
-
-const RANKS: usize = 2;
 
 pub(crate) type Size = [usize; 3]; // inputs, hidden units, and rows of a microbatch
 pub(crate) struct Net {
@@ -24,7 +21,7 @@ pub(crate) struct Net {
 
 impl Net {
     /// Registration is in forward order: units, and in each its parameters.
-    pub(crate) fn register(model: &mut Model, size: Size) -> Result<Self, ModelError> {
+    pub(crate) fn register(model: &mut Model, size: Size) -> Result<Self, Error> {
         let chunk = model.chunk();
         let hidden = model.unit(chunk, "hidden")?;
         let w1 = model.param(hidden, "hidden.weight", &[size[1], size[0]], DType::Bf16)?;
@@ -104,7 +101,7 @@ pub(crate) fn run(rank: Rank, config: &Config, steps: u64, size: Size) -> Result
         let row = |i: u64| (0..size[0] as u64).map(|k| input(i, k)).collect::<Vec<f32>>();
         let data: Vec<_> = (0..size[2] as u64).map(|i| (row(i), row(i).iter().sum::<f32>().sin())).collect();
         loss = net.train(&engine.pass(net.chunk, 0, true, Mode::Train)?, &data)?;
-        let outcome: Outcome = engine.step()?.outcome()?;
+        let outcome = engine.step()?.outcome()?;
         if number == 0 && step % 50 == 0 {
             println!("step {step:4}  loss {loss:.4}  grad norm {:.4}", outcome.grad_norm.unwrap_or(f64::NAN));
         }
@@ -141,7 +138,7 @@ fn main() -> ExitCode {
 }
 
 fn train(config: &Config, steps: u64, size: Size) -> Result<(), Box<dyn std::error::Error>> {
-    let ranks = Ranks::local(RANKS)?;
+    let ranks = Ranks::local(2)?;
     let results: Vec<_> = std::thread::scope(|scope| {
         let handles: Vec<_> = ranks.into_iter().map(|r| scope.spawn(move || run(r, config, steps, size))).collect();
         handles.into_iter().map(|h| h.join().expect("a rank panicked")).collect::<Result<_, _>>()

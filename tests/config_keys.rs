@@ -321,3 +321,49 @@ fn documented_defaults_are_what_a_default_config_holds() {
         }
     }
 }
+
+/// The numbers of the specification (L4, T1, T3, T5, F1 and the choices beside them), which neither code nor documentation may leave.
+#[test]
+fn the_defaults_are_those_of_the_specification() {
+    let default = format!("{:?}", Config::new()).replace(" }", ",");
+    for field in [
+        "device: \"cpu\"",
+        "overlap: Window",
+        "credits: Buckets(3)",
+        "credits_bytes: None",
+        "first_gather: Step",
+        "overlap_grad_reduce: true",
+        "skip: Host",
+        "grad_dtype: F32",
+        "gather_group_bytes: 0",
+        "layout: Standard",
+        "bandwidth_alignment: false",
+        "storage: Views",
+        "betas: (0.9, 0.999)",
+        "eps: 1e-8",
+        "weight_decay: 0.01",
+        "adam_w: true",
+        "max_norm: 1.0",
+        "norm_type: P(2.0)",
+        "on_nonfinite: Skip",
+        "check_for_nan_in_grad: false",
+        "unused: Zero",
+        "scaler: None",
+        "initial: 4294967296.0",
+        "min: 1.0",
+        "growth: 2.0",
+        "backoff: 0.5",
+        "interval: 1000",
+        "hysteresis: 2",
+        "steps_in_flight: 2",
+        "start_up: 600s",
+        "collective: 600s",
+        "silence: 600s",
+        "start_params: Broadcast",
+    ] {
+        assert!(default.contains(&format!(" {field},")), "{field} is not in {default}");
+    }
+    for (ranks, size) in [(1, 40_000_000), (2, 40_000_000), (40, 40_000_000), (41, 41_000_000), (512, 512_000_000)] {
+        assert_eq!(model(DType::F32).plan(ranks, &Config::new()).unwrap().bucket_size(), size, "{ranks} ranks");
+    }
+}

@@ -9,7 +9,7 @@ use std::future::Future;
 use std::pin::pin;
 use std::task::{Context, Waker};
 
-use gatherflow::{Credits, Link, Overlap};
+use gatherflow::{Link, Overlap};
 use synthetic::{Expected, Job, Meeting, Net, Setting, Trainer, serial, wait_until};
 
 fn job(net: &Net, ranks: usize) -> Job<'_> {
@@ -67,7 +67,7 @@ fn on_one_rank_alone(alone: impl Fn(&Trainer<'_>) + Sync) {
     for ranks in [2, 3] {
         let job = job(&net, ranks);
         let expected = serial(&job);
-        for setting in [Setting::of(Overlap::Chain), Setting::window(Credits::Buckets(1)), Setting::of(Overlap::None)] {
+        for setting in Setting::modes_and_storages() {
             let meeting = Meeting::of(ranks);
             job.on_ranks(&expected, &setting, |mut trainer| {
                 for step in 0..job.steps as usize {
@@ -127,7 +127,7 @@ fn what_one_rank_demands_several_steps_ahead_is_not_forgotten() {
     let read = |trainer: &Trainer<'_>| _ = trainer.outside(last);
     let ways: [&(dyn Fn(&Trainer<'_>) + Sync); 3] = [&evaluate, &flush, &read];
     for alone in ways {
-        for setting in [Setting::of(Overlap::Chain), Setting::window(Credits::Buckets(1))] {
+        for setting in Setting::modes_and_storages().filter(|setting| setting.overlap != Overlap::None) {
             let meeting = Meeting::of(job.ranks);
             let setting = Setting { steps_in_flight: 4, link, ..setting };
             job.on_ranks(&expected, &setting, |mut trainer| {

@@ -1,5 +1,5 @@
 //! f16 training with the dynamic loss scale comes down from 2^32 by skipping, learns, and survives later overflows, with
-//! gathers overlapped as without.
+//! gathers overlapped as without. With a constant one it skips and the scale stays.
 #![allow(clippy::unwrap_used)]
 
 mod reference;
@@ -60,4 +60,31 @@ fn from_a_scale_of_2_to_the_32_in_every_mode() {
         hashes.iter().all(|hash| *hash == hashes[0]),
         "overlapped runs end elsewhere than the first one: {hashes:x?}"
     );
+}
+
+/// An inf on one rank skips the step on all of them (SPEC T6).
+#[test]
+fn a_constant_scale_never_moves_and_steps_with_inf_on_one_rank_are_skipped_everywhere_in_every_mode() {
+    let net = net();
+    let job = Job {
+        scaler: Some(Scaler::constant(256.0)),
+        overflow: |step, rank| rank == step as usize % 3 && [0, 3, 4, 8].contains(&step),
+        ..Job::new(&net, 3, 12, &|_, _| vec![(0..4).collect(); 2])
+    };
+    let expected = serial(&job);
+    let skipped: Vec<usize> = (0..12).filter(|step| !expected.verdicts[*step].updated).collect();
+    assert_eq!(skipped, [0, 3, 4, 8]);
+    for skip in [Skip::Host, Skip::Device] {
+        for setting in Setting::modes_and_storages().map(|mode| Setting { skip, ..mode }) {
+            job.on_ranks(&expected, &setting, |mut trainer| {
+                trainer.train(12);
+                for step in 0..12 {
+                    let outcome = trainer.outcome(step);
+                    assert_eq!((outcome.updated, outcome.loss_scale), (!skipped.contains(&(step as usize)), 256.0));
+                }
+                assert_eq!(trainer.engine.loss_scale().unwrap().to_bits(), 256_f32.to_bits());
+                assert_eq!(trainer.finish().counters.skipped_steps, 4, "{setting:?}");
+            });
+        }
+    }
 }

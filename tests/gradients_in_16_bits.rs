@@ -5,7 +5,7 @@
 mod reference;
 mod synthetic;
 
-use gatherflow::{Config, DType, ErrorKind, Model, ParamOptions};
+use gatherflow::{Config, DType, ErrorKind, Model, ParamOptions, Storage};
 use reference::Scaler;
 use synthetic::{Job, Net, Setting, serial};
 
@@ -14,45 +14,60 @@ fn program(step: u64, rank: usize) -> Vec<Vec<usize>> {
     (0..=(step as usize + rank) % 3).map(|_| (0..6).collect()).collect()
 }
 
-fn every_mode_gives_the_bits_of_the_reference(job: &Job<'_>) {
+fn every_mode_gives_the_bits_of_the_reference(job: &Job<'_>, storage: Storage) {
     let expected = serial(job);
     let plan = job.net.model.plan(job.ranks, &job.config(&Setting::of(gatherflow::Overlap::None))).unwrap();
     for param in plan.params().iter().filter(|p| p.trainable) {
         let named = job.net.params()[param.id.index()].options.grad_dtype;
         assert_eq!(param.grad_dtype, named.unwrap_or(job.grad_dtype), "{}", param.name);
     }
-    for setting in Setting::modes() {
-        job.train(&expected, &setting);
+    for mode in Setting::modes() {
+        job.train(&expected, &Setting { storage, ..mode });
     }
+}
+
+/// Parameters that follow the key and ones that have f32 gradients of their own. With storage shared f32 parameters have no place
+/// in the memory of 16-bit gradients, so these do not follow the key there.
+fn net(half: DType, storage: Storage) -> Net {
+    let mut net = Net::empty();
+    net.chunk();
+    let own = ParamOptions { grad_dtype: Some(DType::F32), ..ParamOptions::default() };
+    let full = if storage == Storage::Shared { own.clone() } else { ParamOptions::default() };
+    for index in 0..6 {
+        net.unit(&format!("layer {index}"));
+        net.param(&format!("layer {index}.weight"), 100 + index, half, ParamOptions::default());
+        net.param(&format!("layer {index}.sparse"), 30, DType::F32, full.clone());
+        net.param(&format!("layer {index}.exact"), 9, half, own.clone());
+    }
+    net
 }
 
 #[test]
 fn one_key_makes_all_gradients_bf16() {
+    for storage in [Storage::Views, Storage::Shared] {
+        let net = net(DType::Bf16, storage);
+        let job = Job { grad_dtype: DType::Bf16, ..Job::new(&net, 3, 4, &program) };
+        every_mode_gives_the_bits_of_the_reference(&job, storage);
+    }
     let net = Net::mixed(false);
     let bf16 = Job { grad_dtype: DType::Bf16, ..Job::new(&net, 3, 4, &program) };
-    every_mode_gives_the_bits_of_the_reference(&bf16);
+    every_mode_gives_the_bits_of_the_reference(&bf16, Storage::Views);
     let f32 = serial(&Job { grad_dtype: DType::F32, ..Job::new(&net, 3, 4, &program) });
     assert_ne!(serial(&bf16).weights[4], f32.weights[4], "it does make a difference");
 }
 
 #[test]
 fn f16_gradients_of_f16_and_f32_parameters_come_with_a_loss_scale() {
-    let mut net = Net::empty();
-    net.chunk();
-    for index in 0..6 {
-        net.unit(&format!("layer {index}"));
-        net.param(&format!("layer {index}.weight"), 100 + index, DType::F16, ParamOptions::default());
-        net.param(&format!("layer {index}.sparse"), 30, DType::F32, ParamOptions::default());
-        let own = ParamOptions { grad_dtype: Some(DType::F32), ..ParamOptions::default() };
-        net.param(&format!("layer {index}.exact"), 9, DType::F16, own);
+    for storage in [Storage::Views, Storage::Shared] {
+        let net = net(DType::F16, storage);
+        let job = Job {
+            scaler: Some(Scaler::new(256.0, 2, 1)),
+            grad_dtype: DType::F16,
+            overflow: |step, rank| step == 1 && rank == 1,
+            ..Job::new(&net, 2, 4, &program)
+        };
+        every_mode_gives_the_bits_of_the_reference(&job, storage);
     }
-    let scaler = Some(Scaler::new(256.0, 2, 1));
-    every_mode_gives_the_bits_of_the_reference(&Job {
-        scaler,
-        grad_dtype: DType::F16,
-        overflow: |step, rank| step == 1 && rank == 1,
-        ..Job::new(&net, 2, 4, &program)
-    });
 }
 
 fn model(dtype: DType, grad_dtype: Option<DType>) -> Model {

@@ -12,18 +12,19 @@ fn slow_link(setting: Setting) -> Setting {
     Setting { link: Some(Link::parse("1gbit,300us").unwrap()), ..setting }
 }
 
-/// Trains a job in every mode; `after` runs on each rank after each step.
+/// Trains a job in every mode, each bucket being reduced once a step; `after` runs on each rank after each step.
 fn in_every_mode(ranks: usize, steps: u64, program: &Program, after: impl Fn(&synthetic::Trainer<'_>) + Sync) {
     let net = Net::mixed(false);
     let job = Job::new(&net, ranks, steps, program);
     let expected = serial(&job);
     for setting in Setting::modes_and_storages().map(slow_link) {
         job.on_ranks(&expected, &setting, |mut trainer| {
+            let buckets = trainer.engine.plan().buckets().len() as u64;
             for _ in 0..steps {
                 trainer.train_one();
                 after(&trainer);
             }
-            trainer.finish()
+            assert_eq!(trainer.finish().counters.reduces, buckets * steps, "{setting:?}");
         });
     }
 }
@@ -56,11 +57,7 @@ fn a_weight_tied_between_the_first_and_the_last_unit() {
 #[test]
 fn a_unit_entered_three_times_in_one_forward() {
     let thrice = |_, _| vec![vec![Net::BLOCK_A, Net::TAIL, Net::BLOCK_A, Net::BLOCK_B, Net::BLOCK_A]];
-    in_every_mode(2, 4, &thrice, |trainer| {
-        let counters = trainer.engine.counters();
-        let buckets = trainer.engine.plan().buckets().len() as u64;
-        assert!(counters.reduces <= buckets * trainer.engine.steps(), "a bucket is reduced once a step");
-    });
+    in_every_mode(2, 4, &thrice, |_| ());
 }
 
 #[test]

@@ -39,12 +39,12 @@ fn program(step: u64, _: usize) -> Vec<Vec<usize>> {
     (0..count as u64).map(microbatch).collect()
 }
 
-fn in_every_mode(ranks: usize, beside: impl Fn(u64, usize) -> Beside + Sync) {
+fn in_every_mode_and_storage(ranks: usize, beside: impl Fn(u64, usize) -> Beside + Sync) {
     let net = net();
     let job = Job::new(&net, ranks, 6, &program);
     let expected = serial(&job);
     for overlap_grad_reduce in [true, false] {
-        for setting in Setting::modes().map(|mode| Setting { overlap_grad_reduce, ..mode }) {
+        for setting in Setting::modes_and_storages().map(|mode| Setting { overlap_grad_reduce, ..mode }) {
             job.on_ranks(&expected, &setting, |mut trainer| {
                 for step in 0..job.steps {
                     trainer.pipelined(beside(step, trainer.rank()));
@@ -59,14 +59,14 @@ fn in_every_mode(ranks: usize, beside: impl Fn(u64, usize) -> Beside + Sync) {
 #[test]
 fn forward_of_one_chunk_between_the_units_of_backward_of_another() {
     for ranks in [1, 2, 3] {
-        in_every_mode(ranks, |_, _| Beside::Alternating);
+        in_every_mode_and_storage(ranks, |_, _| Beside::Alternating);
     }
 }
 
 #[test]
 fn forward_of_one_chunk_on_one_thread_beside_backward_of_another_on_a_second() {
     for ranks in [1, 2, 3] {
-        in_every_mode(ranks, |_, _| Beside::Threads);
+        in_every_mode_and_storage(ranks, |_, _| Beside::Threads);
     }
 }
 
@@ -76,5 +76,5 @@ fn ranks_and_steps_that_interleave_in_different_ways() {
         0 => Beside::Alternating,
         _ => Beside::Threads,
     };
-    in_every_mode(3, either);
+    in_every_mode_and_storage(3, either);
 }

@@ -187,11 +187,10 @@ fn fault_6_zero_grad_twice_is_as_good_as_never() {
 
 #[test]
 fn fault_7_buckets_of_another_size_on_one_rank_are_an_error_on_all_ranks() {
-    for overlap in [Overlap::None, Overlap::Chain, Overlap::Window] {
+    for config in small::in_modes_and_storages(&small::config()) {
         let errors = small::on_ranks(3, |rank| {
             let bucket_size = if rank.rank() == 1 { 128 } else { 64 };
-            let config = small::config().overlap(overlap).bucket_size(bucket_size);
-            small::engine(rank, config).map(drop).unwrap_err()
+            small::engine(rank, config.clone().bucket_size(bucket_size)).map(drop).unwrap_err()
         });
         for error in &errors {
             assert_eq!(error.kind(), ErrorKind::StartUp, "{error}");
@@ -204,15 +203,11 @@ fn fault_7_buckets_of_another_size_on_one_rank_are_an_error_on_all_ranks() {
 /// The bucket size may differ from the one that the state was saved with; what one rank alone has wrong is told on all.
 #[test]
 fn fault_7_a_state_that_one_rank_has_wrong_is_an_error_on_all_ranks_and_other_buckets_are_none() {
-    for overlap in [Overlap::None, Overlap::Chain, Overlap::Window] {
-        let parts = small::on_ranks(3, |rank| {
-            let engine = small::engine(rank, small::config().overlap(overlap)).unwrap().0;
-            engine.state().unwrap()
-        });
+    for config in small::in_modes_and_storages(&small::config()) {
+        let parts = small::on_ranks(3, |rank| small::engine(rank, config.clone()).unwrap().0.state().unwrap());
         let state = State::merge(parts).unwrap();
         let errors = small::on_ranks(2, |rank| {
-            let config = small::config().overlap(overlap).bucket_size(1 << 20);
-            let mut engine = small::engine(rank, config).unwrap().0;
+            let mut engine = small::engine(rank, config.clone().bucket_size(1 << 20)).unwrap().0;
             let mut own = state.clone();
             if engine.rank() == 1 {
                 own.tensors[0].pieces[0].exp_avg.pop();
@@ -270,7 +265,7 @@ fn fault_8_padding_is_zero_at_all_times_and_all_state_is_there_before_the_first_
         let net = Net::mixed(false);
         let job = Job { bucket_size, ..Job::new(&net, ranks, 2, &|_, _| vec![(0..6).collect()]) };
         let expected = serial(&job);
-        for setting in Setting::modes() {
+        for setting in Setting::modes_and_storages() {
             job.on_ranks(&expected, &setting, |mut trainer| {
                 check(&trainer);
                 for _ in 0..job.steps {

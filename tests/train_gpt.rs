@@ -7,6 +7,9 @@ use std::sync::OnceLock;
 
 use serde_json::Value;
 
+#[path = "../examples/train_gpt/losses.rs"]
+mod losses;
+
 /// Beside the tests, where `cargo test` puts examples; built here if only this test was asked for.
 fn built(name: &str) -> PathBuf {
     let tests = std::env::current_exe().unwrap();
@@ -38,14 +41,19 @@ fn train_gpt(flags: &[&str]) -> Output {
 const SMALL: &[&str] = &["--layers=1", "--width=32", "--seq=24", "--batch=2", "--steps=12", "--num-buckets=4"];
 
 fn result(name: &str, flags: &[&str]) -> Value {
+    result_and_texts(name, flags).0
+}
+
+/// The JSON, and what is on standard output and standard error.
+fn result_and_texts(name: &str, flags: &[&str]) -> (Value, String, String) {
     let json = file(&format!("{name}.json"), b"");
     let text = file(&format!("{name}.txt"), "the quick brown fox jumps over the lazy dog\n".repeat(40).as_bytes());
     let output = train_gpt(&[SMALL, flags, &["--data", &text, "--json", &json]].concat());
-    let message = String::from_utf8_lossy(&output.stderr);
+    let message = String::from_utf8(output.stderr).unwrap();
     assert!(output.status.success(), "{flags:?}: {message}");
     let answer = String::from_utf8(output.stdout).unwrap();
     assert!(answer.lines().last().unwrap().starts_with("is it overlapping?"), "{answer}");
-    serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap()
+    (serde_json::from_slice(&std::fs::read(json).unwrap()).unwrap(), answer, message)
 }
 
 fn refused(flags: &[&str], names: &str) {
@@ -93,6 +101,47 @@ fn the_names_in_the_json_are_a_contract() {
 }
 
 #[test]
+fn losses_are_means_over_ranks_and_the_last_one_is_of_the_last_ten_steps() {
+    let of =
+        |step: usize, rank: usize| [[2.0, 1e17, 1.0], [40.0, -1e17, 5.0]][rank % 2][step.min(2)] * (rank + 1) as f64;
+    let told = |order: &dyn Fn(usize) -> Vec<usize>, steps: usize, ranks: usize| {
+        let mut losses = losses::Losses::of(ranks);
+        for step in 0..steps {
+            let order = order(step);
+            let made: Vec<bool> = order.iter().map(|rank| losses.add(step, *rank, of(step, *rank))).collect();
+            assert_eq!(made.iter().filter(|made| **made).count(), 1, "one mean a step");
+        }
+        assert_eq!(losses.steps(), steps);
+        [losses.first(), losses.last()].map(f64::to_bits)
+    };
+    let mean = |step: usize, ranks: usize| (0..ranks).map(|rank| of(step, rank)).sum::<f64>() / ranks as f64;
+    for (steps, ranks) in [(1, 1), (1, 2), (9, 2), (10, 3), (12, 3), (13, 2)] {
+        let tail: Vec<f64> = (steps.max(10) - 10..steps).map(|step| mean(step, ranks)).collect();
+        let expected = [mean(0, ranks), tail.iter().sum::<f64>() / tail.len() as f64].map(f64::to_bits);
+        assert_eq!(told(&|_| (0..ranks).collect(), steps, ranks), expected, "{steps} steps, {ranks} ranks");
+        let turned = |step: usize| (0..ranks).map(|rank| (rank + step) % ranks).rev().collect();
+        assert_eq!(told(&turned, steps, ranks), expected, "whoever comes first");
+    }
+    // A rank may be some steps ahead.
+    let mut losses = losses::Losses::of(2);
+    assert!([0, 1, 2].iter().all(|step| !losses.add(*step, 1, *step as f64)) && losses.first().is_nan());
+    assert!(losses.add(0, 0, 3.0) && losses.add(1, 0, 3.0) && losses.steps() == 2);
+    assert_eq!([losses.first(), losses.last()].map(f64::to_bits), [1.5, 1.75].map(f64::to_bits));
+}
+
+/// The first line of progress is of the first step, and each of the last ten.
+#[test]
+fn the_losses_of_the_result_are_those_that_progress_has_shown() {
+    let (result, answer, progress) = result_and_texts("losses", &["--seed", "7"]);
+    let shown = |line: &str| line.split("  ").find_map(|part| part.strip_prefix("loss ").map(str::to_owned)).unwrap();
+    let lines: Vec<String> = progress.lines().filter(|line| line.starts_with("step ")).map(shown).collect();
+    assert_eq!(lines.len(), 12, "{progress}");
+    let [first, last] = ["loss_first", "loss_last"].map(|name| format!("{:.3}", result[name].as_f64().unwrap()));
+    assert_eq!((&lines[0], lines.last().unwrap()), (&first, &last), "{progress}");
+    assert!(answer.starts_with(&format!("loss {first} -> {last} in 12 steps, ")), "none is skipped: {answer}");
+}
+
+#[test]
 fn a_seed_gives_the_same_bits_again_in_every_overlap_mode_and_storage() {
     let of = |name: &str, flags: &[&str]| {
         let result = result(name, flags);
@@ -129,8 +178,9 @@ fn every_dtype_and_number_of_ranks_and_microbatches_trains() {
 #[test]
 fn f16_comes_down_from_two_to_the_32_by_skipping_and_learns() {
     let flags = ["--dtype", "f16", "--accumulate", "2", "--steps", "60"];
-    let window = result("f16", &flags);
+    let (window, answer, _) = result_and_texts("f16", &flags);
     let skipped = window["skipped_steps"].as_u64().unwrap();
+    assert!(answer.contains(&format!(" in 60 steps, {skipped} of them skipped, ")), "{answer}");
     assert!((5..30).contains(&skipped), "{skipped}");
     let buckets = window["buckets"].as_u64().unwrap();
     assert_eq!(window["gathers"].as_u64().unwrap(), (60 - skipped) * buckets, "a skipped step gathers nothing");
@@ -241,4 +291,16 @@ fn the_executor_without_a_framework_refuses_bad_arguments_by_name() {
         assert_eq!(output.status.code(), Some(2), "{message}");
         assert!(message.starts_with("error: ") && message.contains(names), "{message}");
     }
+}
+
+#[test]
+fn the_candle_program_ends_with_the_same_parameters_on_both_ranks() {
+    let output = Command::new(built("candle_vars")).output().unwrap();
+    let answer = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{answer}");
+    let told = |name: &str| answer.lines().filter_map(|line| line.split_once(name)).collect::<Vec<_>>();
+    let (sizes, losses) = (told(", squared size of the second layer "), told("last loss "));
+    assert!(sizes.len() == 2 && sizes[0].1 == sizes[1].1, "{answer}");
+    let loss = |text: &str| text.split(',').next().unwrap().parse::<f64>().unwrap();
+    assert!(losses.iter().all(|(_, text)| loss(text) < 0.1), "{answer}");
 }

@@ -13,9 +13,11 @@
 //! | [`text`] | the bytes to learn from, and reproducible batches of them |
 //! | [`model`] | the GPT: what is registered, and the forward pass over the candle adapter |
 //! | [`rank`] | one rank's thread: forward, backward, step |
-//! | [`run`] | all ranks together: losses, progress, the result |
+//! | [`losses`] | the losses that ranks tell, made means |
+//! | [`run`] | all ranks together: progress, the result |
 //! | [`process`] | the environment that the process wants to run in, and its standard error |
 
+mod losses;
 mod model;
 mod options;
 mod process;

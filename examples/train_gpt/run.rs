@@ -1,6 +1,5 @@
-//! All ranks together: their losses, the progress bar, and the result.
+//! All ranks together: the progress bar and the result.
 
-use std::collections::VecDeque;
 use std::io::{ErrorKind as IoErrorKind, IsTerminal, Write};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
@@ -9,6 +8,7 @@ use gatherflow::{Config, Error, ErrorKind, Model, Overlap, Plan, Rank, Ranks};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 
+use crate::losses::Losses;
 use crate::model::{Gpt, Shape};
 use crate::options::Options;
 use crate::process::say;
@@ -97,8 +97,7 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
 }
 
 struct Outcome {
-    /// Mean over ranks, of every step.
-    losses: Vec<f64>,
+    losses: Losses,
     elapsed: Duration,
     tokens_per_step: usize,
     ranks: Vec<Finished>,
@@ -151,52 +150,38 @@ fn failure(stopped: &Stopped) -> Failure {
     }
 }
 
-/// Shows progress until all ranks have ended; the losses of all steps that all ranks took, means over ranks.
-fn listen(receiver: &Receiver<Stepped>, steps: usize, ranks: usize, tokens: usize) -> Vec<f64> {
+/// Shows progress until all ranks have ended; their losses.
+fn listen(receiver: &Receiver<Stepped>, steps: usize, ranks: usize, tokens: usize) -> Losses {
     let bar = ProgressBar::new(steps as u64);
     let style = "{bar:30} {pos}/{len}  {msg}  {eta} left";
     bar.set_style(ProgressStyle::with_template(style).unwrap_or_else(|_| ProgressStyle::default_bar()));
     let lines = !std::io::stderr().is_terminal();
-    let (mut losses, mut sums) = (Vec::new(), VecDeque::new());
+    let mut losses = Losses::of(ranks);
     let (mut exposed, mut start) = (0.0, None);
     for stepped in receiver {
         if stepped.rank == 0 {
             exposed = stepped.exposed_ms;
         }
-        // Every rank sends its steps in order, so they also end in order.
-        let ahead = stepped.step - losses.len();
-        sums.resize(sums.len().max(ahead + 1), (0, 0.0));
-        sums[ahead] = (sums[ahead].0 + 1, sums[ahead].1 + stepped.loss);
-        let Some((_, sum)) = sums.pop_front_if(|(count, _)| *count == ranks) else { continue };
-        losses.push(sum / ranks as f64);
+        if !losses.add(stepped.step, stepped.rank, stepped.loss) {
+            continue;
+        }
         // Rates leave out the first step, which includes the start of the engines.
         let start = *start.get_or_insert_with(Instant::now);
-        let rate = (losses.len() - 1) as f64 * tokens as f64 / start.elapsed().as_secs_f64().max(1e-9);
-        let recent = tail_mean(&losses);
-        let message = format!("loss {recent:.3}  {rate:.0} tokens/s  exposed {exposed:.1} ms");
-        if lines && (losses.len() == steps || losses.len().is_multiple_of((steps / 10).max(1))) {
-            say(&format!("step {}/{steps}  {message}", losses.len()));
+        let rate = (losses.steps() - 1) as f64 * tokens as f64 / start.elapsed().as_secs_f64().max(1e-9);
+        let message = format!("loss {:.3}  {rate:.0} tokens/s  exposed {exposed:.1} ms", losses.last());
+        if lines && (losses.steps() == steps || losses.steps().is_multiple_of((steps / 10).max(1))) {
+            say(&format!("step {}/{steps}  {message}", losses.steps()));
         }
         bar.set_message(message);
-        bar.set_position(losses.len() as u64);
+        bar.set_position(losses.steps() as u64);
     }
     bar.finish_and_clear();
     losses
 }
 
-/// Mean of the last ten.
-fn tail_mean(losses: &[f64]) -> f64 {
-    let tail = &losses[losses.len().saturating_sub(10)..];
-    tail.iter().sum::<f64>() / tail.len().max(1) as f64
-}
-
 impl Outcome {
-    fn first_loss(&self) -> f64 {
-        self.losses.first().copied().unwrap_or(f64::NAN)
-    }
-
     fn tokens_per_s(&self) -> f64 {
-        self.losses.len() as f64 * self.tokens_per_step as f64 / self.elapsed.as_secs_f64()
+        self.losses.steps() as f64 * self.tokens_per_step as f64 / self.elapsed.as_secs_f64()
     }
 
     fn text(&self) -> String {
@@ -206,9 +191,9 @@ impl Outcome {
         };
         format!(
             "loss {:.3} -> {:.3} in {} steps{skipped}, {:.0} s, {:.0} tokens/s\n{}\n",
-            self.first_loss(),
-            tail_mean(&self.losses),
-            self.losses.len(),
+            self.losses.first(),
+            self.losses.last(),
+            self.losses.steps(),
             self.elapsed.as_secs_f64(),
             self.tokens_per_s(),
             self.ranks[0].report
@@ -219,7 +204,7 @@ impl Outcome {
         let Finished { report, counters, last, params_hash } = &self.ranks[0];
         json!({
             "ranks": self.ranks.len(),
-            "steps": self.losses.len(),
+            "steps": self.losses.steps(),
             "overlap": match job.config.overlap_mode() {
                 Overlap::None => "none",
                 Overlap::Chain => "chain",
@@ -228,8 +213,8 @@ impl Outcome {
             "storage": plan.storage().name(),
             "dtype": options.dtype.name(),
             "buckets": plan.buckets().len(),
-            "loss_first": self.first_loss(),
-            "loss_last": tail_mean(&self.losses),
+            "loss_first": self.losses.first(),
+            "loss_last": self.losses.last(),
             "grad_norm_last": last.grad_norm,
             "params_hash": format!("{params_hash:016x}"),
             "gathers": counters.gathers,

@@ -59,22 +59,31 @@ pub struct Hyper {
     pub decoupled: bool,
 }
 
-/// The dynamic loss scaler (SPEC T5).
+/// The dynamic loss scaler (SPEC T5), or the constant one (T6).
 #[derive(Clone, Copy, Debug)]
 pub struct Scaler {
     pub scale: f32,
     pub growth_interval: u32,
     pub full_hysteresis: i32,
+    pub constant: bool,
     growth_counter: u32,
     hysteresis: i32,
 }
 
 impl Scaler {
     pub fn new(scale: f32, growth_interval: u32, hysteresis: i32) -> Self {
-        Self { scale, growth_interval, full_hysteresis: hysteresis, growth_counter: 0, hysteresis }
+        let constant = false;
+        Self { scale, growth_interval, full_hysteresis: hysteresis, constant, growth_counter: 0, hysteresis }
+    }
+
+    pub fn constant(scale: f32) -> Self {
+        Self { constant: true, ..Self::new(scale, 1, 1) }
     }
 
     fn after(&mut self, found_nonfinite: bool) {
+        if self.constant {
+            return;
+        }
         if found_nonfinite {
             self.growth_counter = 0;
             self.hysteresis -= 1;

@@ -4,7 +4,8 @@
 use std::time::Duration;
 
 use gatherflow::{
-    ChunkId, Config, DType, Engine, Error, Mode, Model, ParamId, ParamOptions, Pass, Rank, Ranks, UnitId, WriteMode,
+    ChunkId, Config, DType, Engine, Error, Mode, Model, Overlap, ParamId, ParamOptions, Pass, Rank, Ranks, Storage,
+    UnitId, WriteMode,
 };
 
 #[derive(Clone, Copy, Debug)]
@@ -38,6 +39,13 @@ pub fn model() -> (Model, Small) {
 
 pub fn config() -> Config {
     Config::new().deadlines(Duration::from_secs(20)).bucket_size(64).check_order_every(1)
+}
+
+/// A configuration in every overlap mode and both storages.
+pub fn in_modes_and_storages(config: &Config) -> impl Iterator<Item = Config> + '_ {
+    let stored =
+        |overlap| [Storage::Views, Storage::Shared].map(|storage| config.clone().overlap(overlap).storage(storage));
+    [Overlap::None, Overlap::Chain, Overlap::Window].into_iter().flat_map(stored)
 }
 
 pub fn engine(rank: Rank, config: Config) -> Result<(Engine, Small), Error> {
@@ -83,6 +91,14 @@ pub fn microbatch(engine: &Engine, small: &Small, last: bool, value: f32) {
 
 pub fn bits(engine: &Engine) -> u64 {
     engine.params_hash().unwrap()
+}
+
+/// All bits that training has left on this rank: parameters, masters, moments, and t of each group.
+pub fn trained(engine: &Engine) -> (u64, Vec<u64>, Vec<u32>) {
+    let state = engine.state().unwrap();
+    let pieces = state.tensors.iter().flat_map(|tensor| &tensor.pieces);
+    let values = pieces.flat_map(|piece| [&piece.master, &piece.exp_avg, &piece.exp_avg_sq]).flatten();
+    (bits(engine), state.groups.iter().map(|group| group.t).collect(), values.map(|x| x.to_bits()).collect())
 }
 
 /// The number of the bucket of a parameter.

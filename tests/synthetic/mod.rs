@@ -258,6 +258,9 @@ impl<'a> Job<'a> {
         };
         match self.scaler {
             None => config,
+            Some(scaler) if scaler.constant => {
+                config.scaler(ScalerKind::Constant).scaler_scale(f64::from(scaler.scale))
+            }
             Some(scaler) => config
                 .scaler(ScalerKind::Dynamic)
                 .scaler_initial(f64::from(scaler.scale))
