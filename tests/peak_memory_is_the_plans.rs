@@ -1,7 +1,7 @@
 //! The whole process of `examples/custom_executor` allocates at its peak what the plan says for all its ranks, and at most 2 %
 //! more: activations, actors, streams and the executor's own data included. Thread stacks are not allocations.
 //!
-//! `GATHERFLOW_MEMORY_MB` sets the megabytes of parameters (default 12; with 256 it takes a minute or two, and 3 GB):
+//! `GATHERFLOW_MEMORY_MB` sets the megabytes of parameters (default 6; with 256 it takes a minute or two, and 3 GB):
 //! ```text
 //! GATHERFLOW_MEMORY_MB=256 cargo test --test peak_memory_is_the_plans -- --nocapture
 //! ```
@@ -60,7 +60,7 @@ unsafe impl GlobalAlloc for Counting {
 
 #[test]
 fn the_peak_of_the_whole_process_is_within_2_percent_of_the_plan_in_every_mode() {
-    let megabytes: usize = std::env::var("GATHERFLOW_MEMORY_MB").map_or(12, |text| text.parse().unwrap());
+    let megabytes: usize = std::env::var("GATHERFLOW_MEMORY_MB").map_or(6, |text| text.parse().unwrap());
     let width = (megabytes as f64 * 1e6 / 2.0).sqrt() as usize;
     let (ranks, size) = (2, [width, width, 1]);
     let modes = [Overlap::None, Overlap::Chain, Overlap::Window];
