@@ -14,7 +14,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "N", value_parser = count::<{ MOST_RANKS }>)]
     pub(crate) ranks: Option<usize>,
     /// Optimizer steps
-    #[arg(long, value_name = "N", default_value_t = 850, value_parser = count::<1_000_000_000>)]
+    #[arg(long, value_name = "N", default_value_t = 720, value_parser = count::<1_000_000_000>)]
     pub(crate) steps: usize,
     /// Sequences per rank and microbatch
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = count::<65_536>)]
